@@ -78,6 +78,16 @@ def intervals(drawn: Floats) -> tuple[Floats, Floats]:
     return low, high
 
 
+def half_width(values: Floats, confidence: float = CONFIDENCE) -> float:
+    """Return half the width of the t interval whose standard error is the spread of the draws.
+
+    The bootstrap t interval of Efron & Tibshirani (1993), ch. 12.
+    """
+    from scipy.special import stdtrit
+
+    return float(stdtrit(len(values) - 1, 0.5 + confidence / 2) * np.std(values, ddof=1))
+
+
 class RatioEstimate(NamedTuple):
     """A value and its standard error (NaN from a single sample)."""
 

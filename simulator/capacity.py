@@ -166,7 +166,7 @@ class Points:
 
     Parameters
     ----------
-    bench:
+    runner:
         Inputs of all points.
     executor:
         Where points run; None: in this process.
@@ -177,10 +177,10 @@ class Points:
     """
 
     def __init__(
-        self, bench: PointRunner, executor: Executor | None = None,
+        self, runner: PointRunner, executor: Executor | None = None,
         kept: ResultsFile | None = None, progress: Progress | None = None,
     ) -> None:  # fmt: skip
-        self.bench = bench
+        self.runner = runner
         self.executor = executor or Local(1)
         self.progress = progress
         self._file = kept
@@ -191,10 +191,7 @@ class Points:
     def drive(self, searches: Mapping[str, Search[Found]]) -> dict[str, Found]:
         """Run searches to their ends; the points that they wait for run together.
 
-        Raises
-        ------
-        DraftsimError
-            If a point fails, or was lost with its worker.
+        Raises DraftsimError if a point fails, or was lost with its worker.
         """
         found: dict[str, Found] = {}
         answers: Any = dict.fromkeys(searches)  # None begins a search
@@ -207,14 +204,14 @@ class Points:
                     found[name] = end.value
             self._answer([point for points in asked.values() for point in points])
             answers = {
-                name: PointVerdict([self._known[point] for point in points], self.bench.targets)
+                name: PointVerdict([self._known[point] for point in points], self.runner.targets)
                 for name, points in asked.items()
             }
         return found
 
     def _answer(self, points: Sequence[Point]) -> None:
         missing = [p for p in dict.fromkeys(points) if p not in self._known]
-        for _, outcome in self.executor.run(self.bench, missing):
+        for _, outcome in self.executor.run(self.runner, missing):
             self._know(outcome)
             if self._file is not None:
                 self._file.add(outcome)
@@ -290,8 +287,7 @@ FEW = 200
 MOST_REQUESTS = 3000
 """The most that a replica gets, however slow its requests."""
 BATCHES = 4
-"""A replica gets at least this many times what it serves at once, as far as `MOST_REQUESTS` allows:
-fewer requests would wait at no rate.
+"""A replica gets this many times what it serves at once, up to `MOST_REQUESTS`, or none would wait.
 """
 BATCHED, FAR = 1e4, 100
 """Rates are tried up to this many times the rate of one request at a time, and of batches.
@@ -451,13 +447,12 @@ def _asked(
         return found
 
 
-SECONDS_PER_HOUR = 3600
 TOLD_APART = 0.01
 """Shares of requests in time that differ by less are taken to be equal."""
 
 
 def plan_rows(
-    bench: PointRunner, rate: float, starts: Mapping[str, Start], answers: Mapping[str, Answer],
+    runner: PointRunner, rate: float, starts: Mapping[str, Start], answers: Mapping[str, Answer],
     compared: tuple[Sequence[float], Mapping[str, Sequence[float]]],
     curves: Mapping[str, Sequence[tuple[int, float]]], gpus: int, price: float | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
@@ -477,7 +472,7 @@ def plan_rows(
     * ``gpus``, ``tok_s_per_gpu``, ``cost_per_hour``, ``cost_per_million_tokens``: GPUs of the
       fleet, output tokens per second and GPU, and costs; costs are NaN without a price.
     """
-    plain = next((n for n, p in bench.policies.items() if isinstance(p, Autoregressive)), None)
+    plain = next((n for n, p in runner.policies.items() if isinstance(p, Autoregressive)), None)
     others = None if plain is None else answers[plain].replicas
     rows = []
     for name, found in answers.items():
@@ -486,9 +481,9 @@ def plan_rows(
         tokens_s = verdict.mean("throughput_tok_s") if count else math.nan
         rows.append({
             "policy": name, "verify": outcomes[0]["verify"], "source": outcomes[0]["source"],
-            "router": describe_router(bench.base.router), "rate": rate,
-            "ttft_target_s": bench.targets.ttft_s, "tpot_target_s": bench.targets.tpot_s,
-            "share": bench.targets.share, "replicas": count,
+            "router": describe_router(runner.base.router), "rate": rate,
+            "ttft_target_s": runner.targets.ttft_s, "tpot_target_s": runner.targets.tpot_s,
+            "share": runner.targets.share, "replicas": count,
             "replicas_lo": found.low, "replicas_hi": found.high,
             "within_targets": verdict.within, "within_targets_lo": verdict.low,
             "within_targets_hi": verdict.high, "within_alone": starts[name].alone.within,
@@ -520,7 +515,7 @@ def costs(replicas: int | None, tokens_s: float, gpus: int, price: float | None)
     return {
         "gpus": None if replicas is None else used, "tok_s_per_gpu": tokens_s / used,
         "cost_per_hour": hourly,
-        "cost_per_million_tokens": hourly / (tokens_s * SECONDS_PER_HOUR) * 1e6,
+        "cost_per_million_tokens": hourly / (tokens_s * 3600) * 1e6,
     }  # fmt: skip
 
 
@@ -594,13 +589,13 @@ def plan(
     require("--gpus", gpus, 1)
     if price is not None and not 0 <= price < math.inf:
         raise DraftsimError(f"--price is {price}, expected dollars an hour, 0 or more")
-    bench = PointRunner(trace, latency, policies, base, targets, rule)
+    runner = PointRunner(trace, latency, policies, base, targets, rule)
     whole_file = isinstance(base.arrivals, ArrivalFile) and requests is None
-    key = bench.key() if path is not None else None
+    key = runner.key() if path is not None else None
     file = ResultsFile(path, command="capacity", key=key, say=say) if path is not None else None
     # Searches ask in turn: a cluster is connected to once, not for every question.
     with file or nullcontext(), executor if isinstance(executor, Cluster) else nullcontext():
-        study = Points(bench, executor, file, progress)
+        study = Points(runner, executor, file, progress)
         asks = {name: partial(_points, name, base.replications) for name in policies}
         at_once = base.limits.max_batch
         starts = study.drive({name: find_start(ask, at_once) for name, ask in asks.items()})
@@ -615,13 +610,15 @@ def plan(
         )
         # Where a request alone is too slow, no number of replicas was tried.
         answers = {n: answers.get(n) or Answer(starts[n].alone, None) for n in policies}
-        rates = _rates([found.limit for found in able.values()])
+        limits = [found.limit for found in able.values()]
+        # Rates per replica around the highest that replicas sustain.
+        rates = np.geomspace(0.3 * min(limits), 1.3 * max(limits), RATES).tolist() if able else []
         shares = study.drive({n: find_shares(asks[n], rates, each) for n in able})
         counts = _counts([found.replicas for found in answers.values()]) if curve else []
         curves = study.drive(
             {n: find_curve(asks[n], answers[n], rate, counts, horizon) for n in answers if curve}
         )
-    return plan_rows(bench, rate, starts, answers, (rates, shares), curves, gpus, price)
+    return plan_rows(runner, rate, starts, answers, (rates, shares), curves, gpus, price)
 
 
 def _points(
@@ -630,13 +627,6 @@ def _points(
 ) -> list[Point]:  # fmt: skip
     count = replications if most is None else min(replications, most)
     return [Point(policy, replicas, rate, requests, i) for i in range(count)]
-
-
-def _rates(limits: Sequence[float]) -> list[float]:
-    """Return rates per replica around the highest that replicas sustain."""
-    if not limits:
-        return []
-    return [float(r) for r in np.geomspace(0.3 * min(limits), 1.3 * max(limits), RATES)]
 
 
 def _counts(found: Sequence[int | None]) -> list[int]:

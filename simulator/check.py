@@ -42,7 +42,6 @@ from traces.replay.run import replay
 
 Row = tuple[str, str, float, RatioEstimate]
 
-TEXTBOOK = LatencyTable.constant(1.0, 0.1)
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
@@ -54,7 +53,7 @@ def recorded_checks(
     The standard error is over the requests.  Without latencies c is 0.1 and verification
     free; the steps that concern time then coincide.
     """
-    table = TEXTBOOK if latency is None else latency
+    table = LatencyTable.constant(1.0, 0.1) if latency is None else latency
     alpha = acceptance(trace)
     longest = max((r.tokens for r in trace.requests), default=0)
     for gamma in gammas:
@@ -121,15 +120,9 @@ def _steps(trace: Trace, table: LatencyTable, alpha: float, gamma: int) -> Itera
         yield f"recorded: speedup, {step}", where, value, replayed
 
 
-class Cycles(NamedTuple):
-    """Independent stretches of a run; arrays of shape (cycles,)."""
-
-    tokens: Ints
-    steps: Ints
-
-
-def pearl_cycles(run_lengths: Sequence[int], gamma: int) -> Cycles:
-    """Simulate PEARL over one output: tokens and steps of each cycle from pre-verify to pre-verify.
+def pearl_cycles(run_lengths: Sequence[int], gamma: int) -> tuple[Ints, Ints]:
+    """Simulate PEARL over one output: tokens and steps of each cycle from pre-verify to pre-verify,
+    (cycles,) each.
 
     Pre-verify checks the first token being drafted; once accepted, each post-verify step
     checks gamma tokens while the next gamma are drafted; a rejection after n accepted ones
@@ -153,7 +146,7 @@ def pearl_cycles(run_lengths: Sequence[int], gamma: int) -> Cycles:
             break
         cycles.append((at - start, steps))
     table = np.array(cycles, dtype=np.int64).reshape(len(cycles), 2)
-    return Cycles(table[:, 0], table[:, 1])
+    return table[:, 0], table[:, 1]
 
 
 def dsi_latency(
@@ -190,15 +183,7 @@ def truncated_rounds(run_lengths: npt.ArrayLike, gamma: int) -> Ints:
     return np.array(emitted, dtype=np.int64)
 
 
-LEVIATHAN = ((0.8, 5, 0.05), (0.6, 4, 0.1), (0.9, 10, 0.02), (0.7, 3, 0.13), (0.5, 1, 0.5))
-LIMITS = ((0.0, 4, 0.1), (1.0, 4, 0.1), (0.6, 0, 0.1), (0.6, 6, 0.0))
-OPTIMA = ((0.5, 0.05), (0.7, 0.1), (0.8, 0.1))
-SPECBOUND = ((0.8, 6, 0.3), (0.9, 8, 0.25), (0.0, 8, 0.25), (1.0, 8, 0.25), (0.7, 1, 0.3))
-PEARL = ((0.8, 5), (0.6, 3), (0.9, 8), (0.5, 1), (0.0, 4))
-DSI = ((0.8, 1, 0.1), (0.6, 5, 0.1), (0.0, 3, 0.1), (1.0, 3, 0.1))
-
-
-class _Bench:
+class _Replays:
     """Replays of fixed draft lengths on i.i.d. outputs, each made once."""
 
     def __init__(self, tokens: int, seed: int) -> None:
@@ -224,44 +209,46 @@ class _Bench:
         return ratio_of_sums(emitted, np.ones(len(emitted)))
 
 
-def _leviathan(bench: _Bench) -> Iterator[Row]:
-    for a, g, c in LEVIATHAN + LIMITS:
+def _leviathan(replays: _Replays) -> Iterator[Row]:
+    usual = (0.8, 5, 0.05), (0.6, 4, 0.1), (0.9, 10, 0.02), (0.7, 3, 0.13), (0.5, 1, 0.5)
+    limits = (0.0, 4, 0.1), (1.0, 4, 0.1), (0.6, 0, 0.1), (0.6, 6, 0.0)
+    for a, g, c in usual + limits:
         where = f"alpha={a} gamma={g} c={c}"
-        tokens = bench.tokens_per_round(a, g)
+        tokens = replays.tokens_per_round(a, g)
         yield "Leviathan eq. 1 E[Y]", where, leviathan.expected_tokens(a, g), tokens
-        yield "Leviathan Thm 3.8", where, leviathan.speedup(a, g, c), bench.speedup(a, g, c)
+        yield "Leviathan Thm 3.8", where, leviathan.speedup(a, g, c), replays.speedup(a, g, c)
         # Operations: draft and target positions computed, per token emitted.
-        rounds = bench.log(a, g).rounds
+        rounds = replays.log(a, g).rounds
         operations = ratio_of_sums(
             c * rounds["draft_forwards"] + rounds["drafted"] + 1, rounds["emitted"]
         )
         yield "Leviathan Thm 3.11", where, leviathan.operations_factor(a, g, c), operations
-    for a, c in OPTIMA:
+    for a, c in ((0.5, 0.05), (0.7, 0.1), (0.8, 0.1)):
         best = leviathan.optimal_gamma(a, c)
-        found = [bench.speedup(a, g, c) for g in range(1, best + 5)]
+        found = [replays.speedup(a, g, c) for g in range(1, best + 5)]
         top = max(range(len(found)), key=lambda i: found[i].value)
         where = f"alpha={a} c={c} gamma*={best} best-simulated={top + 1}"
         yield "Leviathan optimal gamma", where, leviathan.speedup(a, best, c), found[top]
 
 
-def _general(bench: _Bench) -> Iterator[Row]:
+def _general(replays: _Replays) -> Iterator[Row]:
     for a, g, c, v in ((0.8, 5, 0.05, 1.3), (0.6, 4, 0.1, 1.1)):
         where = f"alpha={a} gamma={g} c={c} T_v/T_t={v}"
-        tokens, measured = leviathan.expected_tokens(a, g), bench.speedup(a, g, c, v)
+        tokens, measured = leviathan.expected_tokens(a, g), replays.speedup(a, g, c, v)
         yield "speedup with T_verify", where, general.speedup(tokens, g, 1.0, c, v), measured
         slower = RatioEstimate(1 / measured.value, measured.standard_error / measured.value**2)
         closed = magicdec.time_ratio(tokens, g, 1.0, c, v)
         yield "MagicDec eq. 4", where, closed, slower
-        log, trace = bench.log(a, g), bench.trace(a)
+        log, trace = replays.log(a, g), replays.trace(a)
         runs = trace.run_lengths[log.rounds["position"]]
         survival = general.block_efficiency(general.empirical_survival(runs, g))
-        exact = RatioEstimate(bench.tokens_per_round(a, g).value, 0.0)
+        exact = RatioEstimate(replays.tokens_per_round(a, g).value, 0.0)
         yield "block efficiency from survival", f"alpha={a} gamma={g}", survival, exact
 
 
-def _gammatune(bench: _Bench) -> Iterator[Row]:
+def _gammatune(replays: _Replays) -> Iterator[Row]:
     for a, g, c_gt in ((0.8, 5, 8.0), (0.6, 4, 4.0), (0.0, 4, 4.0), (1.0, 4, 4.0)):
-        log = bench.log(a, g)
+        log = replays.log(a, g)
         where = f"alpha={a} gamma={g} c={c_gt}"
         rounds = log.rounds
         proportion = leviathan.acceptance_proportion(a, g)
@@ -269,7 +256,7 @@ def _gammatune(bench: _Bench) -> Iterator[Row]:
         yield "accepted / drafted", f"alpha={a} gamma={g}", proportion, accepted
         yield (
             "GammaTune eq. 6", f"{where} alpha_prop={proportion:.6g}",
-            gammatune.speedup(proportion, g, c_gt), bench.speedup(a, g, 1 / c_gt),
+            gammatune.speedup(proportion, g, c_gt), replays.speedup(a, g, 1 / c_gt),
         )  # fmt: skip
         # With the log's own proportion the equation is an identity, not an estimate.
         emitted = int(rounds["emitted"].sum())
@@ -285,58 +272,57 @@ def _gammatune(bench: _Bench) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _break_evens(bench: _Bench) -> Iterator[Row]:
+def _break_evens(replays: _Replays) -> Iterator[Row]:
     name = "break-even"
-    yield f"{name} Leviathan", "alpha=c=0.4 gamma=1", 1.0, bench.speedup(0.4, 1, 0.4)
+    yield f"{name} Leviathan", "alpha=c=0.4 gamma=1", 1.0, replays.speedup(0.4, 1, 0.4)
     for g, c, v in ((4, 0.1, 1.0), (4, 0.1, 1.5), (8, 0.2, 1.0)):
         a = leviathan.break_even_alpha(g, c, v)
         where = f"alpha={a:.6g} gamma={g} c={c} T_v/T_t={v}"
-        yield f"{name} Leviathan", where, 1.0, bench.speedup(a, g, c, v)
+        yield f"{name} Leviathan", where, 1.0, replays.speedup(a, g, c, v)
     for a, g, c in ((0.8, 5, 0.05), (0.5, 2, 0.1)):
         v = general.break_even_verify(leviathan.expected_tokens(a, g), g, c)
         where = f"alpha={a} gamma={g} c={c} T_v/T_t={v:.6g}"
-        yield f"{name} T_verify", where, 1.0, bench.speedup(a, g, c, v)
+        yield f"{name} T_verify", where, 1.0, replays.speedup(a, g, c, v)
     for a, g in ((0.6, 4), (0.8, 8)):
         proportion = leviathan.acceptance_proportion(a, g)
         where = f"alpha={a} gamma={g} alpha_prop=1/c={proportion:.6g}"
-        yield f"{name} GammaTune", where, 1.0, bench.speedup(a, g, proportion)
+        yield f"{name} GammaTune", where, 1.0, replays.speedup(a, g, proportion)
     for g, d in ((2, 0.3), (6, 0.3), (10, 0.25)):
         a = specbound.break_even_alpha(g, d)
         where = f"alpha={a:.6g} gamma={g} depth={d}"
-        yield f"{name} SpecBound", where, 1.0, bench.speedup(a, g - 1, d)
+        yield f"{name} SpecBound", where, 1.0, replays.speedup(a, g - 1, d)
 
 
-def _specbound(bench: _Bench) -> Iterator[Row]:
-    for a, g, d in SPECBOUND:
+def _specbound(replays: _Replays) -> Iterator[Row]:
+    for a, g, d in ((0.8, 6, 0.3), (0.9, 8, 0.25), (0.0, 8, 0.25), (1.0, 8, 0.25), (0.7, 1, 0.3)):
         where = f"alpha={a} gamma={g} depth={d}"
         # Physical: the last position computed is the verified one, so gamma - 1 are drafts
         # that cost the depth each, and the round's own pass costs one target step.
         yield (
             "SpecBound eq. 5 physical", where,
-            specbound.speedup(a, g, d), bench.speedup(a, g - 1, d),
+            specbound.speedup(a, g, d), replays.speedup(a, g - 1, d),
         )  # fmt: skip
         yield (
             "SpecBound eq. 5 literal", where,
-            specbound.speedup(a, g, d, "literal"), bench.speedup(a, g, d, 1 - d),
+            specbound.speedup(a, g, d, "literal"), replays.speedup(a, g, d, 1 - d),
         )  # fmt: skip
     for w, d in ((4, 0.3), (8, 0.25)):
         where = f"alpha=0 width={w} depth={d}"
-        yield "SpecBound App. E", where, specbound.worst_case(w, d), bench.speedup(0.0, w - 1, d)
+        yield "SpecBound App. E", where, specbound.worst_case(w, d), replays.speedup(0.0, w - 1, d)
 
 
-def _pearl(bench: _Bench) -> Iterator[Row]:
-    for a, g in PEARL:
-        cycles = pearl_cycles(bench.trace(a).run_lengths.tolist(), g)
-        simulated = ratio_of_sums(cycles.tokens, cycles.steps)
+def _pearl(replays: _Replays) -> Iterator[Row]:
+    for a, g in ((0.8, 5), (0.6, 3), (0.9, 8), (0.5, 1), (0.0, 4)):
+        simulated = ratio_of_sums(*pearl_cycles(replays.trace(a).run_lengths.tolist(), g))
         where = f"alpha={a} gamma={g}"
         yield "PEARL tokens per step", where, pearl.tokens_per_step(a, g), simulated
 
 
-def _dsi(bench: _Bench) -> Iterator[Row]:
+def _dsi(replays: _Replays) -> Iterator[Row]:
     length = 100
-    outputs = max(bench.tokens // length, 2)
-    for a, k, c in DSI:
-        trace = synthetic_trace(a, requests=outputs, tokens=length, seed=bench.seed)
+    outputs = max(replays.tokens // length, 2)
+    for a, k, c in ((0.8, 1, 0.1), (0.6, 5, 0.1), (0.0, 3, 0.1), (1.0, 3, 0.1)):
+        trace = synthetic_trace(a, requests=outputs, tokens=length, seed=replays.seed)
         runs = trace.run_lengths.reshape(outputs, length)
         where = f"alpha={a} lookahead={k} draft/target={c} tokens={length}"
         measured = ratio_of_sums([dsi_latency(r.tolist(), k, c) for r in runs], np.ones(outputs))
@@ -349,9 +335,9 @@ def _dsi(bench: _Bench) -> Iterator[Row]:
         yield "DSI plain latency", where, float(length), ratio_of_sums(plain, np.ones(outputs))
 
 
-def _batching(bench: _Bench) -> Iterator[Row]:
+def _batching(replays: _Replays) -> Iterator[Row]:
     for a, g, batch in ((0.8, 5, 1), (0.8, 5, 2), (0.8, 5, 8), (0.9, 4, 4)):
-        trace = synthetic_trace(a, requests=batch, tokens=bench.tokens // 2, seed=bench.seed)
+        trace = synthetic_trace(a, requests=batch, tokens=replays.tokens // 2, seed=replays.seed)
         runs = trace.run_lengths.reshape(batch, -1)
         rounds = truncated_rounds(runs, g)
         where = f"alpha={a} gamma={g} batch={batch}"
@@ -359,7 +345,7 @@ def _batching(bench: _Bench) -> Iterator[Row]:
         per_round = ratio_of_sums(rounds, np.ones(len(rounds)))
         yield "batch truncated to the minimum", where, closed, per_round
         step_s = batching.llama_8b_h100_s(1000 * batch, batch * (g + 1))
-        tokens = bench.tokens_per_round(a, g)
+        tokens = replays.tokens_per_round(a, g)
         yield (
             "goodput of a ragged batch", f"{where} step_s={step_s:.6g}",
             batching.goodput(a, g, batch, batch, step_s),
@@ -403,9 +389,9 @@ def run_checks(
     seed:
         Seed of the synthetic outputs.
     """
-    bench = _Bench(tokens, seed)
+    replays = _Replays(tokens, seed)
     parts = [
-        part(bench) for part in (
+        part(replays) for part in (
             _leviathan, _general, _gammatune, _break_evens, _specbound, _pearl, _dsi, _batching
         )
     ]  # fmt: skip

@@ -77,17 +77,10 @@ def load_policies(
     limit = trace.max_gamma if max_gamma is None else max_gamma
     if every:
         names = [*(n for n in names if n != "all"), *policy_names("single")]
-    chosen: dict[str, DraftPolicy] = {}
+    chosen: dict[str, Served] = {}
     absent: dict[str, DraftPolicy] = {} if lacking is None else lacking
-    for text in names:
-        if not isinstance(text, str):
-            given = SingleStream(text) if isinstance(text, BatchPolicy) else text
-            if not repeats(text, chosen):
-                chosen[name_of(text, chosen)] = given
-            continue
-        if is_file(text):
-            name, made = from_file(text, limit, say, chosen)
-            chosen[name] = SingleStream(made) if isinstance(made, BatchPolicy) else made
+    for given in names:
+        if (text := name_or_added(given, chosen, limit, say)) is None:
             continue
         try:
             own = exact_policy(text)
@@ -103,16 +96,26 @@ def load_policies(
         chosen.setdefault(text if own != text else describe(policy), policy)
     if lacking is None:
         say_left_out(absent, have, say)
-    return list(chosen.items())
+    return [
+        (name, SingleStream(policy) if isinstance(policy, BatchPolicy) else policy)
+        for name, policy in chosen.items()
+    ]
 
 
-def from_file(
-    text: str, limit: int | None, say: Say, chosen: Mapping[str, Served]
-) -> tuple[str, Served]:
-    """Return the (name, policy) of a class in a file; `say` is told if it is cut at `limit`.
+def name_or_added(
+    text: str | Served, chosen: dict[str, Served], limit: int | None, say: Say
+) -> str | None:
+    """Return the name of a shipped policy; None for others, which are added to `chosen`.
 
-    Raises DraftsimError if `chosen` has a class of another file under that name.
+    Those are objects, and classes in files: `say` is told if such a class is cut at `limit`.
+    Raises DraftsimError if `chosen` has a class of another file under its name.
     """
+    if not isinstance(text, str):
+        if not repeats(text, chosen):
+            chosen[name_of(text, chosen)] = text
+        return None
+    if not is_file(text):
+        return text
     try:
         name, policy, cut = load_file(text, limit)
     except ValueError as error:
@@ -121,7 +124,8 @@ def from_file(
         say(said_cut(name, cut, "the recording's"))
     if name in chosen and file_of(chosen[name]) != file_of(policy):
         raise DraftsimError(f"{text}: another file's policy has the name {name}: rename the file")
-    return name, policy
+    chosen[name] = policy
+    return None
 
 
 def repeats(policy: Served, chosen: Mapping[str, Served]) -> bool:
@@ -273,14 +277,8 @@ def load_serving_policies(
             )
         if not texts:
             return with_plain({**chosen, **rivals(longest_draft(trace))})
-    for text in [*asked, *implied]:
-        if not isinstance(text, str):
-            if not repeats(text, chosen):
-                chosen[name_of(text, chosen)] = text
-            continue
-        if is_file(text):
-            own, policy = from_file(text, trace.max_gamma, say, chosen)
-            chosen.setdefault(own, policy)
+    for given in [*asked, *implied]:
+        if (text := name_or_added(given, chosen, trace.max_gamma, say)) is None:
             continue
         exact = exact_policy(text)
         name = exact.partition(":")[0].strip()

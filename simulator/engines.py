@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -184,13 +184,11 @@ def _rounds_compared(
         )
         for run, diverged in zip(own_runs.runs, own_runs.diverged, strict=True)
     ]  # fmt: skip
+    differ, compared, iterations, after = zip(*each, strict=True)
     return {
-        "rounds_differ": max(one.rounds_differ for one in each),
-        "rounds_compared": min(one.rounds_compared for one in each),
-        "iterations_differ": None if drawn is None else max(
-            one.iterations_differ or 0 for one in each
-        ),
-        "iterations_after": max(one.iterations_after for one in each),
+        "rounds_differ": max(differ), "rounds_compared": min(compared),
+        "iterations_differ": None if drawn is None else max(iterations),
+        "iterations_after": max(after),
     }  # fmt: skip
 
 
@@ -314,18 +312,6 @@ def priced(step: EngineStep, cost: EngineCost) -> Seconds:
     return cost(slots, rounds, chunks)
 
 
-class Comparison(NamedTuple):
-    """The rounds and iterations of a run, compared with the predicted ones."""
-
-    rounds_differ: int
-    rounds_compared: int
-    """Predicted rounds that a real one was held to."""
-    iterations_differ: int | None
-    """Up to the first divergence; None under timed arrivals, where the clock decides."""
-    iterations_after: int
-    """After the first divergence, where nothing is compared."""
-
-
 class Drawn(Timeline):
     """Keeps the rounds and iterations of a simulation instead of drawing them."""
 
@@ -357,8 +343,12 @@ class Drawn(Timeline):
 def compare_run(
     run: LoadRun, diverged: Mapping[str, int], predicted: Run, drawn: Drawn | None, trace: Trace,
     policy: Any,
-) -> Comparison:  # fmt: skip
-    """Compare a run with its prediction.
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Return how a run differs from its prediction.
+
+    These are the rounds that differ; the predicted rounds that a real one was held to; the
+    iterations that differ up to the first divergence (0 under timed arrivals, where the clock
+    decides); and those after it, where nothing is compared.
 
     ``diverged``: by request, the position at which its text diverged; ``drawn``: of the prediction,
     where the clock decides nothing (closed loops).
@@ -379,7 +369,7 @@ def compare_run(
         expected = {n: drawn.rounds.get(index_of(n), []) for n in names}
     else:
         differ, compared = (0, 0) if diverged else _counts(run, predicted)
-        return Comparison(differ, compared, None, 0)
+        return differ, compared, 0, 0
     found = {n: run.rounds.get(n, ()) for n in names}
     if first is not None and not alone:
         until = Counter(
@@ -394,10 +384,10 @@ def compare_run(
     # another drafter.
     fields = len(Round._fields) - trace.takes_verified
     pairs = [pair for real, told in cut for pair in itertools.zip_longest(real, told)]
-    return Comparison(
+    return (
         sum((a and a[:fields]) != (b and b[:fields]) for a, b in pairs),
         sum(len(told) for _, told in cut),
-        None if drawn is None else _iterations_differ(run, drawn, first),
+        0 if drawn is None else _iterations_differ(run, drawn, first),
         0 if first is None else len(run.steps) - 1 - first,
     )
 
@@ -449,9 +439,7 @@ def _counts(run: LoadRun, predicted: Run) -> tuple[int, int]:
 
 
 def _iterations_differ(run: LoadRun, drawn: Drawn, first: int | None) -> int:
-    """Return the number of iterations that run other requests, drafts or prompts, up to the `first`
-    divergence.
-    """
+    """Return how many iterations up to the `first` divergence ran something else."""
     real = [
         (
             {(index_of(d.name), d.drafted) for d in step.decoded},
@@ -473,12 +461,14 @@ def _decoded(run: LoadRun) -> list[str]:
 
 def with_defaults(rows: Sequence[Mapping[str, Any]], apart: Apart) -> list[dict[str, Any]]:
     """Return `rows` with the throughput of the engine's defaults, and the speedup over it."""
-    found = []
-    for row in rows:
-        plain = apart.speeds[row["load"]].tokens_per_s
-        speedup = row["throughput"] / plain
-        found.append({**row, "throughput_defaults": plain, "speedup_defaults": speedup})
-    return found
+    plain = {load: speed.tokens_per_s for load, speed in apart.speeds.items()}
+    return [
+        {
+            **row, "throughput_defaults": plain[row["load"]],
+            "speedup_defaults": row["throughput"] / plain[row["load"]],
+        }
+        for row in rows
+    ]  # fmt: skip
 
 
 def synthetic_rows(

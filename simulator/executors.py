@@ -29,16 +29,6 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 
-class LostParts(DraftsimError):
-    """Parts that were lost with their workers, of `total`."""
-
-    def __init__(self, count: int, total: int) -> None:
-        super().__init__(
-            f"{count} of {total} parts were lost with their workers: run the same command again; "
-            "with --out what is finished is kept"
-        )
-
-
 class PartRunner(Protocol[Part_contra, Result_co]):
     """Everything that any part needs, sent once to each worker."""
 
@@ -51,11 +41,11 @@ class Executor(Protocol):
     """Runs parts in any order."""
 
     def run(
-        self, bench: PartRunner[Part, Result], parts: Sequence[Part]
+        self, runner: PartRunner[Part, Result], parts: Sequence[Part]
     ) -> Iterator[tuple[int, Result]]:
         """Yield (place in `parts`, its result) of every part, as they finish.
 
-        Raises `LostParts` once all others are done.
+        Raises DraftsimError for lost parts once all others are done.
         """
         ...
 
@@ -76,12 +66,12 @@ class Local:
         self.jobs = jobs
 
     def run(
-        self, bench: PartRunner[Part, Result], parts: Sequence[Part]
+        self, runner: PartRunner[Part, Result], parts: Sequence[Part]
     ) -> Iterator[tuple[int, Result]]:
         jobs = min(self.jobs or cores(), max(len(parts), 1))
         if jobs == 1:
             for place, part in enumerate(parts):
-                yield place, bench.run(part)
+                yield place, runner.run(part)
             return
         import joblib
         from joblib.externals.loky.process_executor import TerminatedWorkerError
@@ -89,10 +79,10 @@ class Local:
         pool: Any = joblib.Parallel(
             n_jobs=jobs, return_as="generator_unordered", pre_dispatch="2*n_jobs"
         )
-        # Of a bench that is run again, workers still have what they unpacked.
-        if bench not in _packed:
-            _packed[bench] = _Packed(bench)
-        packed = _packed[bench]
+        # Workers still have what they unpacked of a runner that is run again.
+        if runner not in _packed:
+            _packed[runner] = _Packed(runner)
+        packed = _packed[runner]
         try:
             yield from pool(joblib.delayed(_numbered)(packed, i, p) for i, p in enumerate(parts))
         except TerminatedWorkerError as error:
@@ -116,7 +106,7 @@ class Cluster:
     -----
     Within a ``with`` block one connection serves all runs, and workers keep the runners they were
     sent; outside, every run makes its own.  The scheduler gives the parts of a lost worker to
-    another one; a part that kills every worker is lost (`LostParts`).
+    another one; a part that kills every worker is lost.
     """
 
     def __init__(self, address: str, timeout_s: float = 15.0) -> None:
@@ -147,11 +137,11 @@ class Cluster:
         self._client = None
 
     def run(
-        self, bench: PartRunner[Part, Result], parts: Sequence[Part]
+        self, runner: PartRunner[Part, Result], parts: Sequence[Part]
     ) -> Iterator[tuple[int, Result]]:
         if self._client is None:
             with self:
-                yield from self.run(bench, parts)
+                yield from self.run(runner, parts)
             return
         import distributed
         from distributed.client import FutureCancelledError
@@ -163,10 +153,10 @@ class Cluster:
                 f"the scheduler at {self.address} has no workers: start them with "
                 f"`dask worker {self.address}`"
             )
-        if bench not in self._sent:
+        if runner not in self._sent:
             # To every worker at once, so that no part waits for another worker's copy.
-            self._sent[bench] = client.scatter(bench, broadcast=True, hash=False)
-        shared = [self._sent[bench]] * len(parts)
+            self._sent[runner] = client.scatter(runner, broadcast=True, hash=False)
+        shared = [self._sent[runner]] * len(parts)
         futures = client.map(_numbered, shared, range(len(parts)), parts, pure=False)
         lost = 0
         for future in dask.as_completed(futures, loop=client.loop):
@@ -175,7 +165,10 @@ class Cluster:
             except (dask.KilledWorker, FutureCancelledError):
                 lost += 1
         if lost:
-            raise LostParts(lost, len(parts))
+            raise DraftsimError(
+                f"{lost} of {len(parts)} parts were lost with their workers: run the same command "
+                "again; with --out what is finished is kept"
+            )
 
 
 class _Packed:
@@ -184,27 +177,27 @@ class _Packed:
     So what a runner caches while it computes, such as replayed rounds, outlives a part.
     """
 
-    def __init__(self, bench: Any) -> None:
+    def __init__(self, runner: Any) -> None:
         # As joblib itself packs them: classes of a user's own file come along.
         from joblib.externals.loky.backend.reduction import dumps
 
         self.name = uuid4().hex
-        self.content = bytes(dumps(bench))
+        self.content = bytes(dumps(runner))
 
     def run(self, part: Any) -> Any:
-        if self.name not in _unpacked_benches:
-            _unpacked_benches.clear()
-            _unpacked_benches[self.name] = pickle.loads(self.content)
-        return _unpacked_benches[self.name].run(part)
+        if self.name not in _unpacked:
+            _unpacked.clear()
+            _unpacked[self.name] = pickle.loads(self.content)
+        return _unpacked[self.name].run(part)
 
 
 _packed: WeakKeyDictionary[Any, _Packed] = WeakKeyDictionary()
-_unpacked_benches: dict[str, Any] = {}
-"""In a worker process, the bench that its last part was of."""
+_unpacked: dict[str, Any] = {}
+"""In a worker process, the runner of its last part."""
 
 
-def _numbered(bench: PartRunner[Part, Result], place: int, part: Part) -> tuple[int, Result]:
-    return place, bench.run(part)
+def _numbered(runner: PartRunner[Part, Result], place: int, part: Part) -> tuple[int, Result]:
+    return place, runner.run(part)
 
 
 def cores() -> int:
@@ -349,9 +342,7 @@ class _Helper:
 
 
 def _taken(parts: Parts, queue: int) -> Iterator[tuple[int, Any]]:
-    """Yield (place, result) of parts that no other process took, those left out that are to be done
-    again.
-    """
+    """Yield (place, result) of parts that no other process took and that need no repetition."""
     # The place in the file is one for all processes: who reads a number has it alone.
     while number := os.read(queue, NUMBER):
         place, said = int.from_bytes(number, "big"), io.StringIO()

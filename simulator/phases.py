@@ -62,11 +62,6 @@ class Phase:
             raise DraftsimError(f"--phase {text!r}: expected NAME=BEGIN..END")
         return cls(name.strip(), begin, end)
 
-    @property
-    def needs_text(self) -> bool:
-        """True if a marker is text, which only a tokenizer finds in tokens."""
-        return any(marker and _token(marker) is None for marker in (self.begin, self.end))
-
 
 def _token(marker: str) -> int | None:
     digits = marker.removeprefix("#")
@@ -78,9 +73,9 @@ class _Output:
 
     def __init__(self, tokens: Sequence[int], decode: Callable[[int], str] | None) -> None:
         self.tokens = tokens
-        pieces = [] if decode is None else [decode(token) for token in tokens]
-        self.text = "".join(pieces)
-        self.starts = list(accumulate(map(len, pieces), initial=0))[: len(pieces)]
+        texts = [] if decode is None else [decode(token) for token in tokens]
+        self.text = "".join(texts)
+        self.starts = list(accumulate(map(len, texts), initial=0))[: len(texts)]
 
     def find(self, marker: str, start: int) -> tuple[int, int] | None:
         """Return the tokens [first, after) of the next `marker` from token `start` on.
@@ -112,7 +107,8 @@ def phases_of(
 
     Raises DraftsimError if the trace holds no output tokens, or a marker needs ``decode``.
     """
-    if decode is None and any(phase.needs_text for phase in phases):
+    markers = [marker for phase in phases for marker in (phase.begin, phase.end)]
+    if decode is None and any(marker and _token(marker) is None for marker in markers):
         raise DraftsimError("markers that are text need a tokenizer: give --tokenizer DIR")
     tokens = true_tokens(trace, sampled=True)
     found = np.zeros(len(tokens), dtype=np.int64)

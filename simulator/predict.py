@@ -74,17 +74,6 @@ def load_source_policies(
     return load_policies(texts, trace, signals=source.held(recordings), max_gamma=limit, say=say)
 
 
-def replay_with(
-    trace: Trace, source: Source, policies: Sequence[tuple[str, DraftPolicy]],
-    recordings: Recordings, rule: VerifyRule | None = None,
-) -> list[RoundLog]:  # fmt: skip
-    """Replay every policy over the trace with `source` drafting."""
-    return [
-        replay_source(trace, source, policy, rule, recordings=recordings, name=name)
-        for name, policy in policies
-    ]
-
-
 def split_systems(texts: Sequence[Text] | None) -> tuple[list[Text] | None, list[str]]:
     """Return the policies among `texts` (None: all of them) and the names of systems."""
     if not texts:
@@ -110,21 +99,18 @@ def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[Round
     """
     every = parse_source(SYSTEMS[name].source).with_each(recordings)
     found = [load_system(name, trace, recordings, own) for own in every]
-    return [replay_with(trace, own, [policy], recordings)[0] for own, policy in found]
-
-
-class ListedSystems(NamedTuple):
-    """Named systems replayed, and what the others lack, by name."""
-
-    logs: list[RoundLog]
-    missing: dict[str, str]
+    return [
+        replay_source(trace, own, policy, recordings=recordings, name=name)
+        for own, (_, policy) in found
+    ]
 
 
 def replay_systems(
     names: Iterable[str], trace: Trace, recordings: Recordings, latency: LatencyTable
-) -> ListedSystems:
-    """Return the named methods that can be replayed and priced."""
-    found = ListedSystems([], {})
+) -> tuple[list[RoundLog], dict[str, str]]:
+    """Return the named methods that can be replayed and priced, and what the others lack."""
+    found: list[RoundLog] = []
+    missing: dict[str, str] = {}
     for name in names:
         source = parse_source(SYSTEMS[name].source)
         by = source.record
@@ -132,28 +118,30 @@ def replay_systems(
             if not all(latency.has(*call) for call in source.calls):
                 # What could not be priced is not replayed; what it lacks first is said first.
                 source.open(trace, recordings, trace.first)(0)
-                found.missing[name] = f"{by} {UNTIMED}"
+                missing[name] = f"{by} {UNTIMED}"
                 continue
             logs = replay_system(name, trace, recordings)
         except DraftsimError as error:
             text = str(error)
-            found.missing[name] = f"{by} records them" if by in text else text
+            missing[name] = f"{by} records them" if by in text else text
             continue
         try:
             for log in logs:
                 check_layers(log, trace, latency)
         except DraftsimError:
-            found.missing[name] = OTHER_LAYERS
+            missing[name] = OTHER_LAYERS
             continue
-        if not all(is_measured(log, latency) for log in logs):
-            found.missing[name] = f"{by} {UNTIMED}"
-        found.logs.extend(log for log in logs if is_measured(log, latency))
-    return found
+        measured = [log for log in logs if is_measured(log, latency)]
+        if len(measured) < len(logs):
+            missing[name] = f"{by} {UNTIMED}"
+        found += measured
+    return found, missing
 
 
-def in_listed_order(parts: Sequence[ListedSystems], say: Say = silent) -> list[RoundLog]:
-    """Return the logs of all parts in the systems' order; `say` is told what is missing."""
-    reasons = {name: why for part in parts for name, why in part.missing.items()}
+def in_listed_order(
+    logs: Sequence[RoundLog], reasons: Mapping[str, str], say: Say
+) -> list[RoundLog]:
+    """Return the logs in the systems' order; `say` is told what is missing, and the reasons."""
     missing = [name for name in SYSTEMS if name in reasons]
     untimed = [name for name in missing if reasons[name].endswith(UNTIMED)]
     layers = [name for name in missing if reasons[name] == OTHER_LAYERS]
@@ -171,7 +159,6 @@ def in_listed_order(parts: Sequence[ListedSystems], say: Say = silent) -> list[R
             f"not listed: {' and '.join(counts)}: {RECORD} records and times other sources, "
             "lookups among them; --policy NAME says what one of them lacks"
         )
-    logs = [log for part in parts for log in part.logs]
     return sorted(logs, key=lambda log: list(SYSTEMS).index(log.policy))
 
 
@@ -376,9 +363,12 @@ def compare(
     *listed, ranking, more, ruled = [result for result, _ in found]
     more += ruled
     if every:
-        more += listed.pop()
+        (found_texts, texts_missing), (found_others, others_missing), lossy_logs = listed
+        more += lossy_logs
         known = {log.policy for log in more}
-        more += [log for log in in_listed_order(listed, say) if log.policy not in known]
+        reasons = {**texts_missing, **others_missing}
+        systems = in_listed_order([*found_texts, *found_others], reasons, say)
+        more += [log for log in systems if log.policy not in known]
     return Compared(trace, ranking, told_apart(more), free)
 
 
@@ -407,7 +397,10 @@ def _ranked_stream(
     assert source is not None
 
     def replayed(some: Named) -> list[RoundLog]:
-        return replay_with(trace, source, some, held, rule)
+        return [
+            replay_source(trace, source, policy, rule, recordings=held, name=name)
+            for name, policy in some
+        ]
 
     chosen = without_plain(named(load_source_policies(texts, source, trace, held, say)))
     # The rule is fitted to a draft model's passes, which another source does not make.

@@ -319,10 +319,7 @@ def call_seconds(
     Also returns the calls, counted as passes.  A layer call is read at its width and the
     round's context.
 
-    Raises
-    ------
-    DraftsimError
-        If the table lacks the cells of a call; its message names them.
+    Raises DraftsimError if the table lacks the cells of a call; its message names them.
     """
     assert log.calls is not None
     calls: npt.NDArray[Any] = log.calls
@@ -546,30 +543,15 @@ class Host(NamedTuple):
     """The server's own time around a request that ends with as many running, itself included."""
 
 
-class HostCost:
-    """The host's seconds at every batch size; phases that the table lacks cost nothing.
+def host_at(latency: LatencyTable, reads: bool, batch: int) -> Host:
+    """Return the host's seconds at `batch`; phases that the table lacks cost nothing.
 
     ``reads`` says whether the policy reads draft signals.
     """
-
-    def __init__(self, latency: LatencyTable, reads: bool) -> None:
-        self.latency = latency
-        self.reads = reads
-        self._at: dict[int, Host] = {}
-
-    def at(self, batch: int) -> Host:
-        """Return seconds at `batch`."""
-        host = self._at.get(batch)
-        if host is None:
-            host = self._at[batch] = self._read(batch)
-        return host
-
-    def _read(self, batch: int) -> Host:
-        latency = self.latency
-        draft_s = host_seconds(latency, "host_draft", batch)
-        if self.reads:
-            draft_s += host_seconds(latency, "signal", batch)
-        rollbacks = (scalar_seconds(latency, model, "rollback", batch) for model in HOSTS)
-        around = [scalar_seconds(latency, SERVER, of, batch) for of in ("iteration", "request")]
-        round_s = host_seconds(latency, "host_round", batch) + around[0]
-        return Host(round_s, draft_s, *rollbacks, *around)
+    draft_s = host_seconds(latency, "host_draft", batch)
+    if reads:
+        draft_s += host_seconds(latency, "signal", batch)
+    rollbacks = (scalar_seconds(latency, model, "rollback", batch) for model in HOSTS)
+    around = [scalar_seconds(latency, SERVER, of, batch) for of in ("iteration", "request")]
+    round_s = host_seconds(latency, "host_round", batch) + around[0]
+    return Host(round_s, draft_s, *rollbacks, *around)

@@ -111,10 +111,8 @@ def carried_sums(run: Priced, plain: Priced, own: OwnRatios, drafts_at_c: bool =
     seconds themselves (`simulator.summary.summarize`).  Without ``drafts_at_c`` the seconds of
     drafting stay as well: another source drafts than the model that c is the cost of.
 
-    Raises
-    ------
-    DraftsimError
-        If a ratio or the target's pass of `own` takes no time although the rounds did.
+    Raises DraftsimError if a ratio or the target's pass of `own` takes no time although the rounds
+    did.
     """
     drafts = run.log.rounds["drafted"] > 0
     unit = own.target_s

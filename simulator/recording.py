@@ -366,11 +366,8 @@ def load_recording(
     announce:
         Told whose acceptance is priced at whose costs, if the models differ; by default `say`.
 
-    Raises
-    ------
-    DraftsimError
-        If the latencies are of other models than a recording that the user did not name, the
-        drafts of the source were not recorded, or one of its parts raises it.
+    Raises DraftsimError if the latencies are of other models than a recording that the user did not
+    name, the drafts of the source were not recorded, or one of its parts raises it.
     """
     if one:
         only_table(tables)

@@ -37,9 +37,7 @@ class GammaSeconds(NamedTuple):
     """By policy and initial draft length, shape (requests,) each."""
 
     def speedups(self, requests: Sequence[int] | None = None) -> pd.DataFrame:
-        """Return the speedup over all requests, or over those named by index; rows: policy, gamma,
-        speedup.
-        """
+        """Return speedups over all requests or some, by place; rows: policy, gamma, speedup."""
         of = slice(None) if requests is None else list(requests)
         plain = self.plain_s[of].sum()
         rows = [(name, gamma, plain / s[of].sum()) for (name, gamma), s in self.policy_s.items()]

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from simulator.engines import figures_of, priced, row_of, with_profile_errors, with_speedups
-from simulator.pricing import HostCost
+from simulator.pricing import host_at
 from simulator.serving.arrivals import Arrivals
 from simulator.serving.cost import EngineCost
 from simulator.serving.run import simulate
@@ -148,7 +148,7 @@ def _row(
     row |= {key: float(np.mean([own[key] for own in each])) for key in each[0]}
     recorder = bare.recorder
     running = scenario.arrivals.concurrency or round(recorder.batch.integral / recorder.busy_s)
-    around = HostCost(table, reads=False).at(running)
+    around = host_at(table, False, running)
     return row | {
         "request_s_predicted": around.request_s,
         "iteration_s_predicted": around.iteration_s,
@@ -167,9 +167,7 @@ class Slowdown:
     """For those with prompts, over all loops."""
 
     def at(self, batch: float) -> float:
-        """Return the factor for decoding `batch` requests: interpolated, beyond the loops the
-        nearest.
-        """
+        """Return the factor for decoding `batch` requests, interpolated between the loops."""
         sizes = sorted(self.decoding)
         factors = np.log([self.decoding[size] for size in sizes])
         return float(np.exp(np.interp(batch, sizes, factors)))

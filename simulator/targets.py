@@ -92,10 +92,7 @@ def parse_targets(text: str, *, share: bool = True) -> Targets:
 def parse_time(text: str, where: str) -> float:
     """Read seconds from ``200ms``, ``0.2s`` or ``0.2``; `where` begins the error's message.
 
-    Raises
-    ------
-    DraftsimError
-        If the text is no time, or not above 0.
+    Raises DraftsimError if the text is no time, or not above 0.
 
     >>> parse_time("30ms", "--tpot")
     0.03

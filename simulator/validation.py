@@ -7,7 +7,7 @@ policy      name of the policy, as in its round log
 verify      name of the verification rule
 batch       sequences decoded together
 forced      whether acceptance came from the recording instead of the models
-repeat      number of the repeat, all arms interleaved within one
+repeat      number of the repeat, all runs interleaved within one
 request     request id
 wall_s      decode seconds of this request in this repeat, prefill excluded
 rounds      draft-verify rounds it took
@@ -52,9 +52,9 @@ VALIDATE_COLUMNS = (
 """Columns of `compare`: seconds; `error` and `spread` relative to `measured_s`."""
 
 CONTROL = "autoregressive"
-"""The arm that speedups are relative to."""
+"""The policy that speedups are relative to."""
 
-ARM = ["policy", "verify", "batch", "forced"]
+RUN = ["policy", "verify", "batch", "forced"]
 
 
 def predictions(runs: Sequence[Priced]) -> pd.DataFrame:
@@ -77,7 +77,7 @@ def predictions(runs: Sequence[Priced]) -> pd.DataFrame:
 
 
 def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per measured arm (columns `VALIDATE_COLUMNS`).
+    """Return one row per measured run (columns `VALIDATE_COLUMNS`).
 
     * ``measured_s``: sum over requests of the mean over their undisturbed repeats.  (A median would
       hide passes that are slow now and then, which a sum contains.)  A request that was disturbed
@@ -96,7 +96,7 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
     Raises
     ------
     DraftsimError
-        If a column is missing, a measured arm or request has no prediction, a repeat
+        If a column is missing, a measured run or request has no prediction, a repeat
         lacks a request that another has, or a measured sum is not positive.
     """
     if missing := [c for c in MEASURED_COLUMNS if c not in measured.columns]:
@@ -104,7 +104,7 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
     if measured.empty:
         raise DraftsimError("no measured times: run at least one policy")
     table = predicted if isinstance(predicted, pd.DataFrame) else predictions(predicted)
-    keys = [c for c in (*ARM, "request") if c in table.columns]
+    keys = [c for c in (*RUN, "request") if c in table.columns]
     joined = measured.merge(
         table.rename(columns={"rounds": "predicted_rounds"}),
         on=keys, how="left", validate="many_to_one",
@@ -119,18 +119,18 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
     joined["disturbed_run"] = joined["off_s"] > DISTURBED * joined["wall_s"]
     joined["seconds"] = joined["wall_s"] - joined["off_s"].where(joined["disturbed_run"], 0.0)
     rows = []
-    for arm, part in joined.groupby(ARM, sort=False):
+    for run, part in joined.groupby(RUN, sort=False):
         sums = part.pivot_table(index="repeat", columns="request", values="seconds", dropna=False)
         if bool(sums.isna().to_numpy().any()):
             raise DraftsimError(
-                f"the run {arm} lacks a request in one of its repeats: run it again"
+                f"the run {run} lacks a request in one of its repeats: run it again"
             )
         seconds = sums.sum(axis=1).to_numpy(float)
         alone = ~part["disturbed_run"]
         counted = part[alone | ~alone.groupby(part["request"]).transform("any")]
         middle = float(counted.groupby("request")["seconds"].mean().sum())
         if not 0 < middle < math.inf:
-            raise DraftsimError(f"the run {arm} took {middle} seconds, expected more than 0")
+            raise DraftsimError(f"the run {run} took {middle} seconds, expected more than 0")
         first = part.drop_duplicates("request")
         expected = float(first["predicted_s"].sum())
         low, high = np.percentile(seconds, [25, 75])
@@ -140,22 +140,15 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
         left_out = len(part) - len(counted) + int(part["repeated"].sum())
         machine = label({} if math.isnan(off) else {"off": off})
         rows.append(
-            (*arm, expected, middle, expected / middle - 1, spread, int(differ), machine, off,
+            (*run, expected, middle, expected / middle - 1, spread, int(differ), machine, off,
              left_out)
         )  # fmt: skip
     frame = pd.DataFrame(rows, columns=list(VALIDATE_COLUMNS[:-1]))
-    frame["speedup_error"] = _speedup_error(frame)
-    return frame
-
-
-def _speedup_error(rows: pd.DataFrame) -> pd.Series[float]:
-    plain = rows[rows["policy"] == CONTROL].set_index(["batch", "forced"])["error"]
-    control = [
-        float(plain.get((batch, forced), math.nan))
-        for batch, forced in zip(rows["batch"], rows["forced"], strict=True)
-    ]
+    plain = frame[frame["policy"] == CONTROL].set_index(["batch", "forced"])["error"]
+    control = frame.join(plain.rename("control"), on=["batch", "forced"])["control"]
     # (plain / policy), predicted over measured: the policy's own times are the divisor.
-    return (1 + pd.Series(control, index=rows.index)) / (1 + rows["error"]) - 1
+    frame["speedup_error"] = (1 + control) / (1 + frame["error"]) - 1
+    return frame
 
 
 MEDIAN_BOUND = 0.02
@@ -168,22 +161,22 @@ class Verdict(NamedTuple):
     """The verdict of the rows of `compare` together."""
 
     median_error: float
-    """Median of |error| over the arms."""
+    """Median of |error| over the runs."""
     worst_error: float
-    """Signed error of the arm with the largest |error|."""
+    """Signed error of the run with the largest |error|."""
     worst_policy: str
     ranked_pairs: int
-    """Pairs of arms whose measured times differ by more than twice their spread."""
+    """Pairs of runs whose measured times differ by more than twice their spread."""
     misranked: tuple[tuple[str, str], ...]
     """Pairs that the prediction orders the other way, faster measured one first."""
     sign_arms: int
-    """Arms measured clearly faster or slower than plain decoding."""
+    """Runs measured clearly faster or slower than plain decoding."""
     wrong_sign: tuple[str, ...]
     """Rows whose prediction lies on the other side of 1x."""
     undrifted_error: float
     """Median |error| had passes been as fast as in the latency table (`anchor_drift`)."""
     rows: int
-    """Arms compared: policies at batches."""
+    """Runs compared: policies at batches."""
 
     @property
     def met(self) -> dict[str, bool]:
@@ -319,10 +312,7 @@ def anchor_drift(folder: Path) -> dict[int, float]:
     over tabled seconds, minus one.  Batches without anchors, or without passes in the table, are
     left out.
 
-    Raises
-    ------
-    DraftsimError
-        If ``provenance.json`` is there and damaged.
+    Raises DraftsimError if ``provenance.json`` is there and damaged.
     """
     path = folder / "provenance.json"
     if not path.is_file():
@@ -374,8 +364,8 @@ def with_noise(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
     measured.
 
     ``noise`` is of tokens/s, ``speedup_noise`` of the speedup over the policy `first` at the same
-    load; both are None if each arm ran once.  Arms of a load are taken to scatter alike: with a
-    few repeats each, one arm's own scatter says little.
+    load; both are None if each ran once.  Policies of a load are taken to scatter alike: with a
+    few repeats each, the scatter of one says little.
     """
     for load in dict.fromkeys(row["load"] for row in rows):
         own = [row for row in rows if row["load"] == load]
@@ -392,14 +382,14 @@ def with_noise(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
 
 
 def scatter(logs: npt.NDArray[np.float64], shared: bool = False) -> float | None:
-    """Return the standard deviation of one repeat about its arm, from (arms, repeats) logarithms.
+    """Return the standard deviation of one repeat about its run, from (runs, repeats) logarithms.
 
-    With `shared`, less what all arms of a repeat share, which no ratio of two of them sees.  None
+    With `shared`, less what all runs of a repeat share, which no ratio of two of them sees.  None
     where too few ran to tell.
     """
-    arms, repeats = logs.shape
+    runs, repeats = logs.shape
     rest = logs - logs.mean(1, keepdims=True)
-    degrees = arms * (repeats - 1)
+    degrees = runs * (repeats - 1)
     if shared:
         rest = rest - rest.mean(0, keepdims=True)
         degrees -= repeats - 1
@@ -431,17 +421,15 @@ SURE = 2
 
 
 def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
-    """Return the error of the speedups, the error that the repeats alone explain, and how many are
-    on the wrong side of 1.
-    """
-    arms = [row for row in rows if row["policy"] != first and row["speedup_noise"] is not None]
-    if not arms:
+    """Say the error of the speedups, and the part that the noise of the repeats explains."""
+    runs = [row for row in rows if row["policy"] != first and row["speedup_noise"] is not None]
+    if not runs:
         return None
-    errors = np.abs([row["speedup_error"] for row in arms])
-    floor, repeats = expected_median([row["speedup_noise"] for row in arms]), arms[0]["repeats"]
+    errors = np.abs([row["speedup_error"] for row in runs])
+    floor, repeats = expected_median([row["speedup_noise"] for row in runs]), runs[0]["repeats"]
     needed = math.ceil(repeats * (2 * floor / BOUND) ** 2)
-    paced = [abs(e) for row in arms if (e := row["paced_speedup_error"]) is not None]
-    wrong = [row for row in arms if (row["speedup"] - 1) * (row["speedup_predicted"] - 1) < 0]
+    paced = [abs(e) for row in runs if (e := row["paced_speedup_error"]) is not None]
+    wrong = [row for row in runs if (row["speedup"] - 1) * (row["speedup_predicted"] - 1) < 0]
     sure = sum(abs(math.log(row["speedup"])) > SURE * row["speedup_noise"] for row in wrong)
     return (
         f"the median error of speedups is {np.median(errors):.1%} (worst {errors.max():.1%}); a "
@@ -451,6 +439,6 @@ def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
             f"; it is {np.median(paced):.1%} after correcting for the speed of the machine"
             if paced else ""
         )
-        + f"; {len(wrong)} of {len(arms)} are on the wrong side of 1x"
+        + f"; {len(wrong)} of {len(runs)} are on the wrong side of 1x"
         + (f", {sure} of them by more than {SURE} standard errors" if wrong else "")
     )  # fmt: skip

@@ -12,11 +12,11 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from policies import DraftPolicy, Fixed, HFHeuristic, Oracle
-from simulator.executors import LostParts
 from simulator.whatif.cells import Prices
 from simulator.whatif.sweep import Sweep
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 
 POLICIES: dict[str, DraftPolicy] = {
@@ -47,14 +47,14 @@ class Failing:
         self.good, self.lose = good, lose
         self.ran = 0
 
-    def run(self, bench: Any, parts: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def run(self, runner: Any, parts: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         for i, part in enumerate(parts):
             if i >= self.good and self.lose:
-                raise LostParts(len(parts) - i, len(parts))
+                raise DraftsimError(f"{len(parts) - i} of {len(parts)} parts were lost")
             if i >= self.good:
                 raise KeyboardInterrupt
             self.ran += 1
-            yield i, bench.run(part)
+            yield i, runner.run(part)
 
 
 def read_sweep(path: Path) -> pd.DataFrame:

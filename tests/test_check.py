@@ -9,7 +9,7 @@ import pytest
 from simulator.bootstrap import RatioEstimate
 from simulator.check import (
     Check,
-    _Bench,
+    _Replays,
     compare,
     dsi_latency,
     pearl_cycles,
@@ -50,7 +50,7 @@ def test_every_formula_is_checked_with_power(frame: pd.DataFrame, formula: str) 
 
 
 def test_mixing_the_two_alphas_is_caught() -> None:
-    bench = _Bench(4000, 2)
+    bench = _Replays(4000, 2)
     measured = bench.speedup(0.8, 5, 0.05)
     wrong = leviathan.speedup(leviathan.acceptance_proportion(0.8, 5), 5, 0.05)
     assert not compare("mixed", "", wrong, measured).ok
@@ -69,7 +69,7 @@ def test_z_is_calibrated() -> None:
     closed, repeats = leviathan.expected_tokens(0.5, 2), 80
     z = []
     for seed in range(repeats):
-        value, error = _Bench(1500, seed).tokens_per_round(0.5, 2)
+        value, error = _Replays(1500, seed).tokens_per_round(0.5, 2)
         z.append((value - closed) / error)
     assert abs(np.mean(z)) < 4 / np.sqrt(repeats) + 0.1
     assert np.std(z) == pytest.approx(1, abs=4 / np.sqrt(2 * repeats))
@@ -78,11 +78,11 @@ def test_z_is_calibrated() -> None:
 def test_pearl_walk_by_hand() -> None:
     # Matches 1 1 0 | 0 | 1 1 1 1 0: gamma 2.
     runs = [2, 1, 0, 0, 4, 3, 2, 1, 0, 0, 0, 0]
-    cycles = pearl_cycles(runs, 2)
+    tokens, steps = pearl_cycles(runs, 2)
     # pre ok, post: 1 accepted then a rejection -> 3 tokens in 2 steps; pre rejected -> 1 in 1;
     # pre ok, post 2 of 2, post 1 of 2 rejected -> 5 in 3; then single rejections.
-    assert cycles.tokens.tolist()[:3] == [3, 1, 5]
-    assert cycles.steps.tolist()[:3] == [2, 1, 3]
+    assert tokens.tolist()[:3] == [3, 1, 5]
+    assert steps.tolist()[:3] == [2, 1, 3]
 
 
 def test_dsi_walk_by_hand() -> None:

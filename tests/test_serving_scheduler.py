@@ -333,7 +333,7 @@ def test_a_run_says_what_was_not_measured():
     sparse = table_of([(m, "forward", b, n, 0, s) for m, s in rates for b, n in sizes])
     run = simulate(SMALL, sparse, Fixed(4), Scenario(ClosedLoop(3), requests=20))
     beyond = [c for c in run.coverage if c.origin == "extrapolated" and c.model == "target"]
-    assert beyond[0].batch.high == 3
+    assert beyond[0].batch[1] == 3
     assert "target prefill" in run.row()["unpriced"]
 
 

@@ -73,7 +73,7 @@ def test_open_arrivals_do_not_change_by_what_is_around_requests_alone() -> None:
 
 def test_a_fuller_engine_has_a_slower_server_around_it() -> None:
     growing = with_server(("request", 1, AROUND_S), ("request", 3, 3 * AROUND_S))
-    found = [EngineCost(growing).hosts.at(batch).request_s for batch in (1, 2, 3, 8)]
+    found = [EngineCost(growing).host(batch).request_s for batch in (1, 2, 3, 8)]
     np.testing.assert_allclose(found, [AROUND_S, 2 * AROUND_S, 3 * AROUND_S, 3 * AROUND_S])
     bare, served = (run(t, ClosedLoop(1), "autoregressive").requests for t in (GRID, growing))
     np.testing.assert_allclose(served["e2e_s"], bare["e2e_s"] + AROUND_S)

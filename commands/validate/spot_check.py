@@ -187,8 +187,8 @@ def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) ->
         recordings = find_recordings(str(run), trace)
     except DraftsimError:
         return  # of other outputs: nothing here reads them, and `simulate` says what is wrong
-    listed = replay_systems(SYSTEMS, trace, recordings, latency)
-    first = fastest([best.log, *listed.logs], latency)
+    listed, _ = replay_systems(SYSTEMS, trace, recordings, latency)
+    first = fastest([best.log, *listed], latency)
     if first is not best.log:
         note(
             f"{first.policy}, which has its own drafts, is predicted to be even faster: decode it "

@@ -108,10 +108,7 @@ def emitted_of_rate(rate: float, gamma: int) -> Interval:
     alpha.  Rounds begin more often in hard stretches, so the middle of the range can be below the
     i.i.d. value.
 
-    Raises
-    ------
-    DraftsimError
-        If the rate is not between 0 and 1.
+    Raises DraftsimError if the rate is not between 0 and 1.
 
     >>> emitted_of_rate(0.8, 1).value
     1.8
@@ -152,10 +149,7 @@ def is_curves(text: str) -> bool:
 def read_curves(path: str | os.PathLike[str]) -> dict[str, dict[int, float]]:
     """Return acceptance lengths by draft length, by curve (``model/mode``).
 
-    Raises
-    ------
-    FileError
-        Naming the line that is not of the form.
+    Raises FileError naming the line that is not of the form.
     """
     curves: dict[str, dict[int, float]] = {}
     above: list[tuple[int, str]] = []

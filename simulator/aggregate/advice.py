@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,24 +120,14 @@ def choices(
     ]
 
 
-class Informative(NamedTuple):
-    """A load whose run narrows predicted speedups most, given the runs before it."""
-
-    place: int
-    """Its place among the loads."""
-    gained: float
-    """Variance of all speedups together that its run takes away."""
-    left: float
-    """Mean variance of a speedup that it leaves."""
-
-
 def informative(
     logs: Floats, pairs: Sequence[tuple[int, int]], misfit: float
-) -> tuple[float, Iterator[Informative]]:
+) -> tuple[float, Iterator[tuple[int, float, float]]]:
     """Return the mean variance of speedups, and the runs that take most of it away, one by one.
 
     Each run is chosen given those before it, by the linear part of how speedups depend on its
-    speed; logarithms of speeds are taken as normal.
+    speed; logarithms of speeds are taken as normal.  A run is the place of its load, the variance
+    of all speedups together that it takes away, and the mean variance of a speedup that it leaves.
 
     Parameters
     ----------
@@ -155,7 +145,7 @@ def informative(
         own = held[over, over] + held[under, under] - 2 * held[over, under]
         return float(np.maximum(own, 0).mean())
 
-    def chosen(spread: Floats) -> Iterator[Informative]:
+    def chosen(spread: Floats) -> Iterator[tuple[int, float, float]]:
         while True:
             # Covariances of every load with every speedup: what a run there would take away.
             shared = spread[:, over] - spread[:, under]
@@ -163,7 +153,7 @@ def informative(
             best = int(np.argmax(gained))
             taken = np.outer(spread[:, best], spread[best]) / (spread[best, best] + misfit**2)
             spread = spread - taken
-            yield Informative(best, float(gained[best]), mean_variance(spread))
+            yield best, float(gained[best]), mean_variance(spread)
 
     return mean_variance(spread), chosen(spread)
 
@@ -183,18 +173,15 @@ def next_runs(server: ServerFit) -> list[Suggestion]:
     pairs = [(at[b, k], at[b, 0]) for b in batches[:-1] for k in ks if k]
     variance, chosen = informative(logs, pairs, server.misfit)
     before = max(variance * len(pairs), 1e-12)
-    return [Suggestion(*loads[run.place], run.gained / before) for run in islice(chosen, 2)]
+    return [Suggestion(*loads[place], gained / before) for place, gained, _ in islice(chosen, 2)]
 
 
 def in_words(rows: Sequence[PredictedSpeed]) -> str:
     """Return one sentence: which draft length up to which concurrency, and where to switch off."""
     parts: list[str] = []
-    for i, row in enumerate(rows):
-        last = i + 1 == len(rows) or (rows[i + 1].k, rows[i + 1].p_min) != (row.k, row.p_min)
-        if not last:
-            continue
-        what = f"K = {row.k}" if row.k else "no speculation"
-        what += f" with p-min {row.p_min:g}" if row.p_min else ""
-        parts.append(f"{what} up to {counted(row.batch, 'request')}")
+    for (k, p_min), alike in groupby(rows, lambda row: (row.k, row.p_min)):
+        what = f"K = {k}" if k else "no speculation"
+        what += f" with p-min {p_min:g}" if p_min else ""
+        parts.append(f"{what} up to {counted([*alike][-1].batch, 'request')}")
     text = ", then ".join(parts)
     return text[0].upper() + text[1:]

@@ -10,7 +10,7 @@ table of the calibrated server.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -45,7 +45,6 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "accepted": ("acceptance", "per_position_acceptance_rate", "acceptance by position"),
 }
 """Accepted names of a run's fields: ours first, then those of vLLM and others."""
-REQUIRED = ("batch", "k", "tokens_per_s")
 NAMES = tuple(name for names in COLUMNS.values() for name in names)
 MOST = 1e9
 """Largest number of a run; no server comes near it, and fits of larger ones overflow."""
@@ -58,10 +57,7 @@ def read_runs(path: Path) -> list[ServerRun]:
     chances that the first 1, 2, ... drafted tokens are all accepted.  Other columns are ignored,
     unless they look like a misspelt one of these.
 
-    Raises
-    ------
-    DraftsimError
-        Naming file and line of what is wrong.
+    Raises DraftsimError naming file and line of what is wrong.
     """
     if path.suffix == ".jsonl":
         rows: list[Any] = [row for _, row in json_lines(path)]
@@ -89,8 +85,9 @@ def _run(row: Any, where: str) -> ServerRun:
             given[field] = row[told[0]]
     if "k" not in given and "num_speculative_tokens" in row:
         given["k"] = 0  # as vLLM's sweeps leave it empty without speculation
-    if missing := [name for name in REQUIRED if name not in given]:
-        raise DraftsimError(f"{where}: has no {' or '.join(COLUMNS[missing[0]])}")
+    for required in ("batch", "k", "tokens_per_s"):
+        if required not in given:
+            raise DraftsimError(f"{where}: has no {' or '.join(COLUMNS[required])}")
     positions = given.pop("accepted", ())
     if isinstance(positions, str):
         positions = positions.replace(";", " ").split()
@@ -220,10 +217,8 @@ def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benc
 
     A note names runs without acceptance, unless ``acceptance_told``: it is known from elsewhere.
 
-    Raises
-    ------
-    DraftsimError
-        Naming the file: unreadable, of no known format, without runs, or without what a run needs.
+    Raises DraftsimError naming the file: unreadable, of no known format, without runs, or without
+    what a run needs.
     """
     runs: list[ServerRun] = []
     notes: list[str] = []
@@ -353,12 +348,15 @@ Record = Mapping[str, Any]
 
 
 def _fields(record: Record, where: str) -> _Fields:
-    for knows, read in FORMATS:
-        if knows(record):
-            try:
-                return read(record)
-            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-                raise DraftsimError(f"{where}: lacks or misstates {error}") from None
+    try:
+        if "output_throughput" in record and "total_output_tokens" in record:
+            return _serve(record)
+        if "output_tokens_per_second" in (record.get("metrics") or {}):
+            return _guidellm(record)
+        if "output_token_throughput" in record and "output_sequence_length" in record:
+            return _aiperf(record)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DraftsimError(f"{where}: lacks or misstates {error}") from None
     raise DraftsimError(
         f"{where}: is of no known format: expected a result of vllm bench serve, SGLang's "
         "bench_serving, GuideLLM or AIPerf, or a CSV of runs"
@@ -478,14 +476,6 @@ def _accepted(record: Record) -> tuple[float | None, int | None]:
     rate = float((record.get("spec_decode_overall_draft_acceptance_rate") or {}).get("avg") or 0)
     k = round(accepted / steps / (rate / 100)) if rate else max(map(int, counts))
     return 1 + accepted / steps, k or None
-
-
-FORMATS: Sequence[tuple[Callable[[Record], bool], Callable[[Record], _Fields]]] = (
-    (lambda r: "output_throughput" in r and "total_output_tokens" in r, _serve),
-    (lambda r: "output_tokens_per_second" in (r.get("metrics") or {}), _guidellm),
-    (lambda r: "output_token_throughput" in r and "output_sequence_length" in r, _aiperf),
-)
-"""For each format: a test that recognises a record, and its reader."""
 
 
 def with_acceptance(runs: Sequence[ServerRun], told: Positions) -> list[ServerRun]:

@@ -119,9 +119,7 @@ def diagnose(observed: Positions, expected: Positions) -> Diagnosis:
 
 
 def by_context(observed: Positions) -> list[ContextPart]:
-    """Return tokens per round by context, in parts with as many rounds each; empty without
-    rounds.
-    """
+    """Return tokens per round by context, in parts of equally many rounds; empty without rounds."""
     if observed.log is None or len(observed.log) < CONTEXTS * 20:
         return []
     rounds, context = observed.log.rounds, observed.log.context
@@ -145,9 +143,7 @@ def _fall(parts: list[ContextPart]) -> float:
 
 
 def _errors(observed: Positions, expected: Positions, count: int) -> Floats:
-    """Return standard errors of differences of log-odds, (count,); NaN where too few rounds
-    reached the position.
-    """
+    """Return standard errors of log-odds' differences, (count,); NaN where too few rounds came."""
     variance = np.full(count, BETWEEN**2)
     for side in (observed, expected):
         if not side.counted:

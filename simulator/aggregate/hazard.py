@@ -9,8 +9,8 @@ is as wide as published acceptance curves differ (vLLM with EAGLE-3, MTP and DSp
 acceptance narrows it.  The prior of the slope has heavy tails: one MTP module that is applied again
 and again loses most of its acceptance after two or three tokens.
 
-`draws_of` draws parameters for any likelihood; `draws_near` is a hundred times faster, for few
-parameters whose posterior is nearly normal.
+`draws_of` draws parameters for any likelihood; `draws_near` is a hundred times faster for the
+hazard's, whose posterior is nearly normal.
 """
 
 from __future__ import annotations
@@ -38,20 +38,16 @@ class Prior(NamedTuple):
     """Standard deviation."""
 
 
-def draws_of(
-    priors: Mapping[str, Prior], log_likelihood: Callable[[Floats], Floats], seed: int = 0
-) -> Floats:
+def draws_of(priors: Mapping[str, Prior], log_likelihood: Callable[[Floats], Floats]) -> Floats:
     """Return draws from the posterior, (draws, parameters), in the order of `priors`.
 
     ``log_likelihood``: (draws, parameters) to (draws,).  The ensemble (emcee: Goodman and Weare's
-    stretch moves, and differential evolution) begins around the most likely values.  The same
-    `seed` gives the same draws.
+    stretch moves, and differential evolution) begins around the most likely values.
     """
     import emcee
     from scipy.optimize import minimize
 
-    mean = np.array([prior.mean for prior in priors.values()])
-    spread = np.array([prior.spread for prior in priors.values()])
+    mean, spread = np.array(list(priors.values())).T
 
     def log_density(z: Floats) -> Floats:
         found = log_likelihood(mean + spread * z)
@@ -65,7 +61,7 @@ def draws_of(
         return float(values[0]), (values[1:] - values[0]) / steps
 
     best = minimize(loss, np.zeros(len(mean)), jac=True, method="L-BFGS-B").x
-    random = np.random.RandomState(seed)
+    random = np.random.RandomState(0)
     start = best + 0.1 * random.standard_normal((WALKERS, len(mean)))
     moves = [(emcee.moves.DEMove(), 0.6), (emcee.moves.StretchMove(), 0.4)]
     sampler = emcee.EnsembleSampler(WALKERS, len(mean), log_density, moves=moves, vectorize=True)
@@ -80,33 +76,30 @@ DRAWN, KEPT_NEAR, TAILS = 4000, 1000, 4.0
 """Proposals, draws kept of them, and degrees of freedom of the proposals' tails."""
 
 
-def draws_near(
-    priors: Mapping[str, Prior], residuals: Callable[[Floats], Floats], seed: int = 0
-) -> Floats:
-    """Return draws from the posterior, (draws, parameters), by importance sampling about its mode.
+@lru_cache(maxsize=512)
+def draws_near(told: tuple[tuple[int, float], ...]) -> Floats:
+    """Return draws of the hazard's parameters given (draft length, acceptance length), (draws, 3).
 
-    ``residuals``: (draws, parameters) to (draws, measurements), in standard deviations.
+    They are drawn by importance sampling about the posterior's mode.
     """
     from scipy.optimize import least_squares
 
-    mean = np.array([prior.mean for prior in priors.values()])
-    spread = np.array([prior.spread for prior in priors.values()])
+    known, (mean, spread) = dict(told), np.array(list(HAZARD.values())).T
 
-    def gaps(z: Floats) -> Floats:
-        return np.concatenate([residuals(mean + spread * z), z], axis=1)
+    def all_gaps(z: Floats) -> Floats:
+        points = np.atleast_2d(z)
+        found = np.concatenate([gaps(mean + spread * points, known), points], axis=1)
+        return found.reshape(*z.shape[:-1], -1)
 
-    def gaps_at(z: Floats) -> Floats:
-        return np.asarray(gaps(z[None])[0])
-
-    found = least_squares(gaps_at, np.zeros(len(mean)))
+    found = least_squares(all_gaps, np.zeros(len(mean)))
     slopes = np.asarray(found.jac, dtype=np.float64)
     root = np.linalg.inv(np.linalg.cholesky(slopes.T @ slopes)).T
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     normal = random.standard_normal((DRAWN, len(mean)))
     wide = normal / np.sqrt(random.chisquare(TAILS, (DRAWN, 1)) / TAILS)
     z = found.x + wide @ root.T
     proposed = -0.5 * (TAILS + len(mean)) * np.log1p(np.square(wide).sum(axis=1) / TAILS)
-    log_weight = -0.5 * np.square(gaps(z)).sum(axis=1) - proposed
+    log_weight = -0.5 * np.square(all_gaps(z)).sum(axis=1) - proposed
     weight = np.exp(log_weight - log_weight.max())
     kept = random.choice(DRAWN, KEPT_NEAR, p=weight / weight.sum())
     return np.asarray(mean + spread * z[kept])
@@ -152,9 +145,7 @@ def _logits(values: Floats, longest: int) -> Floats:
 
 
 def lengths(values: Floats, k: int) -> Floats:
-    """Return acceptance length (tokens per round, the target's own included) at draft length
-    `k`.
-    """
+    """Return acceptance lengths (the target's own token included) at draft length `k`, (draws,)."""
     return np.asarray(1.0 + survival(values, k).sum(axis=1))
 
 
@@ -238,7 +229,7 @@ def emitted_at(known: Mapping[int, float], k: int, level: float = 0.8) -> Interv
     if k == 0 or k in known:
         value = known.get(k, 1.0)
         return Interval(value, value, value)
-    found = further(_draws(tuple(sorted(known.items()))), known, k)
+    found = further(draws_near(tuple(sorted(known.items()))), known, k)
     most = min((v for n, v in known.items() if n > k), default=k + 1.0)
     other = np.exp(ANOTHER_RUN * np.random.default_rng(k).standard_normal(len(found)))
     return interval_of(np.clip(found * other, 1.0, most), level)
@@ -252,13 +243,7 @@ def median_survival(known: Mapping[int, float], longest: int) -> tuple[float, ..
     ones.
     """
     check_totals(known)
-    alive = np.median(survival(_draws(tuple(sorted(known.items()))), longest), axis=0)
+    alive = np.median(survival(draws_near(tuple(sorted(known.items()))), longest), axis=0)
     if longest in known:  # the sum is measured: keep it
         alive = alive * (known[longest] - 1) / alive.sum()
     return tuple(float(chance) for chance in np.minimum.accumulate(np.minimum(alive, 1.0)))
-
-
-@lru_cache(maxsize=512)
-def _draws(known: tuple[tuple[int, float], ...]) -> Floats:
-    totals = dict(known)
-    return draws_near(HAZARD, lambda values: gaps(values, totals))

@@ -61,12 +61,8 @@ def read_acceptance(
     drafts:
         Draft length of counts that do not say theirs (older versions of SGLang).
 
-    Raises
-    ------
-    DraftsimError
-        If the text has another form, or tells no acceptance.
-    FileError
-        If a file is damaged, missing, or holds several curves.
+    Raises DraftsimError if the text has another form, or tells no acceptance; FileError if a file
+    is damaged, missing, or holds several curves.
     """
     if isinstance(given, str) and is_curves(given):
         return Positions(given, pick_curve(given))

@@ -40,17 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Floats
-from simulator.aggregate.hazard import (
-    ANOTHER_RUN,
-    HAZARD,
-    Interval,
-    Prior,
-    draws_near,
-    draws_of,
-    further,
-    lengths,
-)
-from simulator.aggregate.hazard import gaps as gaps_of
+from simulator.aggregate import hazard
 from simulator.formulas.bounds import geometric_sum, require
 from simulator.formulas.leviathan import acceptance_rate
 from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
@@ -65,6 +55,11 @@ class Cost(NamedTuple):
     spread: float
     """Standard deviation of its logarithm."""
     meaning: str
+
+    @property
+    def prior(self) -> hazard.Prior:
+        """The prior of its logarithm."""
+        return hazard.Prior(float(np.log(self.median)), self.spread)
 
 
 COSTS: Mapping[str, Cost] = {
@@ -372,14 +367,14 @@ class ServerFit:
             for name, value in values.items()
         }
 
-    def intervals(self, level: float) -> dict[str, Interval]:
+    def intervals(self, level: float) -> dict[str, hazard.Interval]:
         """Return every cost that the runs determine at least partly, with its interval."""
         ends = np.quantile(self.draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
         out = {}
         for i, name in [*enumerate(COSTS), *enumerate(self.target.costs, OWN)]:
             if name in self._told:
                 low, high = np.exp(ends[:, i]) * (self.scale_s if name in SECONDS else 1.0)
-                out[name] = Interval(self.central[name], float(low), float(high))
+                out[name] = hazard.Interval(self.central[name], float(low), float(high))
         return out
 
     @cached_property
@@ -430,7 +425,7 @@ class ServerFit:
 
         ``known``: measured acceptance lengths by draft length; others are drawn about them.
         """
-        drawn = draws_near(HAZARD, lambda values: gaps_of(values, known))
+        drawn = hazard.draws_near(tuple(known.items()))
         chosen = np.random.default_rng(0).integers(len(drawn), size=len(self.draws))
         draws = self.draws.copy()
         draws[:, HAZARDS] = drawn[chosen]
@@ -443,7 +438,7 @@ class ServerFit:
         if k in self.known:
             # Measured: as it is, up to what differs from run to run.
             return np.full(len(self.draws), self.known[k])
-        return further(self.draws[:, HAZARDS], self.known, k)
+        return hazard.further(self.draws[:, HAZARDS], self.known, k)
 
     @property
     def usual(self) -> tuple[float, float]:
@@ -505,7 +500,8 @@ class ServerFit:
             return np.asarray(speeds)
         noise = np.random.default_rng([batch, k]).standard_normal(len(self.draws))
         counted = k == 0 or k in self.known or like is not None
-        beyond = np.hypot(STEP * self._away(batch, verified), 0.0 if counted else ANOTHER_RUN)
+        unsure = 0.0 if counted else hazard.ANOTHER_RUN
+        beyond = np.hypot(STEP * self._away(batch, verified), unsure)
         spread = np.hypot(np.exp(self.draws[:, len(COSTS)]), beyond)
         speeds = speeds * np.exp(spread * noise)
         width = min(1.0, self.width * max(1.0, self.misfit / MISFIT.median))
@@ -539,10 +535,7 @@ def calibrate(
     target:
         Knowledge of the target's passes.
 
-    Raises
-    ------
-    DraftsimError
-        If there are no runs, or only some say their context.
+    Raises DraftsimError if there are no runs, or only some say their context.
     """
     if not runs:
         raise DraftsimError("no runs to calibrate with: give at least one")
@@ -573,7 +566,7 @@ def calibrate(
         if unknown:
             tokens = tokens.copy()
             for i in unknown:
-                tokens[:, i] = lengths(x[:, HAZARDS], runs[i].k)
+                tokens[:, i] = hazard.lengths(x[:, HAZARDS], runs[i].k)
         with np.errstate(over="ignore", invalid="ignore"):
             seconds = step_s(
                 values, tokens, batch, ks, held, prompts, verified=verified, target=target,
@@ -582,30 +575,27 @@ def calibrate(
             gaps = np.log(seconds * scale * speeds / (batch * tokens))
             variance = np.exp(2 * x[:, len(COSTS), None]) + (noise or 0.0) ** 2
             fit = (-0.5 * gaps**2 / variance - 0.5 * np.log(variance)).sum(axis=1)
-        return np.asarray(fit - 0.5 * np.square(gaps_of(x[:, HAZARDS], curve)).sum(axis=1))
+        return np.asarray(fit - 0.5 * np.square(hazard.gaps(x[:, HAZARDS], curve)).sum(axis=1))
 
-    draws = draws_of(priors_of(target), likelihood)
+    draws = hazard.draws_of(priors_of(target), likelihood)
     return ServerFit(tuple(runs), passes, scale, draws, known, left_out, target)
 
 
 def mean_lengths(runs: Sequence[ServerRun]) -> dict[int, float]:
     """Return acceptance lengths by draft length, the means of the runs that tell theirs."""
     told = [(run.k, run.round_tokens) for run in runs if run.k and run.round_tokens is not None]
-    lengths = sorted({k for k, _ in told})
-    return {k: float(np.mean([tokens for n, tokens in told if n == k])) for k in lengths}
+    ks = sorted({k for k, _ in told})
+    return {k: float(np.mean([tokens for n, tokens in told if n == k])) for k in ks}
 
 
-def priors_of(target: Target) -> dict[str, Prior]:
+def priors_of(target: Target) -> dict[str, hazard.Prior]:
     """Return the prior of each column of `ServerFit.draws`."""
-    costs = {**{name: target.prior(name) for name in COSTS}, "misfit": MISFIT}
-    return {**_priors(costs), **HAZARD, **_priors(target.costs)}
+    shared = {name: target.prior(name).prior for name in COSTS}
+    own = {name: cost.prior for name, cost in target.costs.items()}
+    return {**shared, "misfit": MISFIT.prior, **hazard.HAZARD, **own}
 
 
-def _priors(costs: Mapping[str, Cost]) -> dict[str, Prior]:
-    return {name: Prior(float(np.log(c.median)), c.spread) for name, c in costs.items()}
-
-
-OWN = len(COSTS) + 1 + len(HAZARD)
+OWN = len(COSTS) + 1 + len(hazard.HAZARD)
 """First column of a target's own costs."""
 HAZARDS = slice(len(COSTS) + 1, OWN)
 """Columns of the hazard's parameters."""

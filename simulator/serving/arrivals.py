@@ -67,11 +67,8 @@ def read_requests(path: Path) -> Requests:
 
     A CSV has the columns ``TIMESTAMP,ContextTokens,GeneratedTokens``, with dates or seconds.
 
-    Raises
-    ------
-    FileError
-        If the file is missing, empty, lacks a column, or holds a timestamp out of order,
-        a negative one, or a length below one or beyond `LONGEST`.
+    Raises FileError if the file is missing, empty, lacks a column, or holds a timestamp out of
+    order, a negative one, or a length below one or beyond `LONGEST`.
     """
     kind = path.name.removesuffix(".gz")
     if kind.endswith(".jsonl"):

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from policies.core import Round
-from simulator.pricing import HostCost, missing_hosts
+from simulator.pricing import Host, host_at, missing_hosts
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 from traces.latency.interpolate import EXTRAPOLATED, Line
@@ -121,59 +121,50 @@ def cells_read(latency: LatencyTable, speculates: bool) -> dict[str, tuple[str, 
     }  # fmt: skip
 
 
-class Span(NamedTuple):
-    """Smallest and largest value."""
-
-    low: float
-    high: float
-
-
 class Coverage(NamedTuple):
-    """Passes of one model priced at cells of one origin, and the sizes they had."""
+    """Passes of one model priced at cells of one origin, and their least and largest sizes."""
 
     model: str
     phase: str
     origin: str
     passes: int
-    batch: Span
-    new_tokens: Span
-    context: Span
+    batch: tuple[float, float]
+    new_tokens: tuple[float, float]
+    context: tuple[float, float]
 
 
-class _Plan(NamedTuple):
-    """A line of the grid at one (batch, width), and the passes read from it."""
+def covered(cells: tuple[str, str], origin: str, tally: Sequence[float]) -> Coverage:
+    """Return the coverage of a tally: passes, then least and largest batch, width and context."""
+    passes, *ends = tally
+    return Coverage(*cells, origin, int(passes), *zip(ends[::2], ends[1::2], strict=True))
 
-    line: Line | None
-    """None where no batch and width measured surround it."""
-    tallies: tuple[list[float], ...]
-    """[passes, lowest, highest context] by origin."""
+
+def _count(tally: list[float], passes: float, *sizes: tuple[float, float]) -> None:
+    """Add passes to a tally, with the least and largest of each size."""
+    tally[0] += passes
+    for i, (low, high) in enumerate(sizes):
+        tally[2 * i + 1] = min(low, tally[2 * i + 1])
+        tally[2 * i + 2] = max(high, tally[2 * i + 2])
 
 
 class PassReader:
     """Seconds of one phase of one model at (batch, new tokens, context), each maybe fractional.
 
-    Raises
-    ------
-    DraftsimError
-        If nothing was measured for this model and phase.
+    Raises DraftsimError if nothing was measured for this model and phase.
     """
 
     def __init__(self, table: LatencyTable, model: str, phase: str = "forward") -> None:
         self._grid = table.grid(model, phase)
         self.model, self.phase = model, phase
         self._check = partial(table.check_sizes, model, phase)
-        self._plans: dict[tuple[float, float], _Plan] = {}
-        # By origin: passes, least and largest batch, width and context.
+        # A line of the grid at one (batch, width), None where nothing measured surrounds it; and
+        # by origin the passes read from it, with their lowest and highest context.
+        self._plans: dict[tuple[float, float], tuple[Line | None, list[list[float]]]] = {}
         self._seen = [[0.0, *[inf, -inf] * 3] for _ in ORIGINS]
 
     def __call__(self, batch: float, new_tokens: float, context: float) -> float:
-        """Return seconds of one pass over `batch` sequences of `new_tokens` after `context`
-        tokens.
-        """
-        plan = self._plans.get((batch, new_tokens))
-        if plan is None:
-            plan = self._plan(batch, new_tokens)
-        line, tallies = plan
+        """Return seconds of a pass over `batch` sequences of `new_tokens` after `context`."""
+        line, tallies = self._plans.get((batch, new_tokens)) or self._plan(batch, new_tokens)
         if line is None:
             tally = tallies[EXTRAPOLATED]
             sizes = (np.array([float(size)]) for size in (batch, new_tokens, context))
@@ -193,13 +184,13 @@ class PassReader:
 
     def run(self, batch: float, context: float, count: int) -> float:
         """Return seconds of `count` passes in a row, a token each, from `context` tokens on."""
-        plan = self._plans.get((batch, 1.0))
+        line, tallies = self._plans.get((batch, 1.0), (None, []))
         last = context + (count - 1)
-        if count > 1 and plan is not None and plan.line is not None:
-            line, i = plan.line, bisect_right(plan.line.cuts, context)
+        if count > 1 and line is not None:
+            i = bisect_right(line.cuts, context)
             stop = line.cuts[i] if i < len(line.cuts) else inf
             if i and line.cuts[i - 1] < context and last < stop:
-                tally = plan.tallies[line.after[i - 1]]
+                tally = tallies[line.after[i - 1]]
                 tally[:] = tally[0] + count, min(context, tally[1]), max(last, tally[2])
                 middle = 0.5 * (context + last) - line.cuts[i - 1]
                 return count * (line.seconds[i - 1] + line.slopes[i - 1] * middle)
@@ -209,37 +200,30 @@ class PassReader:
     def coverage(self) -> list[Coverage]:
         """One entry per origin that occurred."""
         self._fold()
+        seen = zip(ORIGINS, self._seen, strict=True)
         return [
-            Coverage(
-                self.model, self.phase, origin, int(passes), Span(*ends[:2]), Span(*ends[2:4]),
-                Span(*ends[4:]),
-            )
-            for origin, (passes, *ends) in zip(ORIGINS, self._seen, strict=True) if passes
-        ]  # fmt: skip
+            covered((self.model, self.phase), origin, tally) for origin, tally in seen if tally[0]
+        ]
 
-    def _plan(self, batch: float, width: float) -> _Plan:
+    def _plan(self, batch: float, width: float) -> tuple[Line | None, list[list[float]]]:
         if batch <= 0 or width <= 0:
             raise DraftsimError(f"a pass over {batch} sequences of {width} tokens has no latency")
         self._check(batch, width)
         if len(self._plans) >= PLANS:
             self._fold()
             self._plans.clear()
-        tallies = tuple([0, inf, -inf] for _ in ORIGINS)
-        plan = self._plans[batch, width] = _Plan(self._grid.line(batch, width), tallies)
-        return plan
+        tallies = [[0, inf, -inf] for _ in ORIGINS]
+        self._plans[batch, width] = self._grid.line(batch, width), tallies
+        return self._plans[batch, width]
 
     def _fold(self) -> None:
         """Add the plans' tallies to the totals, and reset them."""
-        for (batch, width), plan in self._plans.items():
-            for origin, tally in enumerate(plan.tallies):
-                if not tally[0]:
-                    continue
-                n, batch0, batch1, width0, width1, context0, context1 = self._seen[origin]
-                self._seen[origin] = [
-                    n + tally[0], min(batch, batch0), max(batch, batch1), min(width, width0),
-                    max(width, width1), min(tally[1], context0), max(tally[2], context1),
-                ]  # fmt: skip
-                tally[:] = [0, inf, -inf]
+        for (batch, width), (_, tallies) in self._plans.items():
+            for seen, tally in zip(self._seen, tallies, strict=True):
+                passes, low, high = tally
+                if passes:
+                    _count(seen, passes, (batch, batch), (width, width), (low, high))
+                    tally[:] = [0, inf, -inf]
 
 
 class Prompts(NamedTuple):
@@ -254,49 +238,6 @@ class Prompts(NamedTuple):
 
 
 NO_PROMPTS = Prompts(0.0, 0.0, 0, 0)
-
-
-class MixedPasses:
-    """Prices of target passes that decode and read prompts.
-
-    It is not priced as a pass of mean width: attention of the decoding sequences costs as much as
-    alone, and all tokens go through the layers together.  If an engine was measured, cells of phase
-    ``mixed`` hold the time that one prompt adds to the decoding sequences.  Otherwise, and beyond
-    these cells, the seconds are prefill + decode less one launch, because weights are read and
-    kernels launched once.
-    """
-
-    def __init__(self, latency: LatencyTable, added: PassReader | None) -> None:
-        self._added = added
-        self._most = 0.0 if added is None else latency.grid("target", "mixed").widest
-        self._launch_s = latency.grid("target", "forward").quickest_s
-        nothing = Span(inf, -inf)
-        self._composed = Coverage("target", "mixed", COMPOSED, 0, nothing, nothing, nothing)
-
-    @property
-    def coverage(self) -> list[Coverage]:
-        """The coverage of the passes put together without cells of their own."""
-        return [self._composed] if self._composed.passes else []
-
-    def seconds(
-        self, decode_s: float, decoded: float, prompt_s: float, tokens: int, cached: int
-    ) -> float:
-        """Return seconds of a pass over `decoded` tokens and prompts of `tokens`, `cached` before.
-
-        By themselves they take `decode_s` and `prompt_s`; together never less than either.
-        """
-        if self._added is not None and not cached and tokens <= self._most:
-            return decode_s + self._added(decoded, tokens, 0.0)
-        old = self._composed
-        self._composed = old._replace(
-            passes=old.passes + 1, batch=_wider(old.batch, decoded),
-            new_tokens=_wider(old.new_tokens, tokens), context=_wider(old.context, cached),
-        )  # fmt: skip
-        return max(decode_s, prompt_s, decode_s + prompt_s - self._launch_s)
-
-
-def _wider(span: Span, value: float) -> Span:
-    return Span(min(span.low, value), max(span.high, value))
 
 
 class EngineCost:
@@ -323,8 +264,6 @@ class EngineCost:
     ----------
     phases, readers:
         (model, phase) of the cells at each of `PLACES`, and their readers.
-    hosts:
-        The host's seconds.
 
     Notes
     -----
@@ -339,10 +278,15 @@ class EngineCost:
     their mean length get together.  Chunks are priced by the forward cells at their mean width and
     context.  A model without prefill cells reads prompts at no cost.
 
-    Prompts in a pass that decodes are no part of its mean width (`MixedPasses`).  In such a pass
-    sequences decode with another kernel, where the table has its cells (``with_prompts``).  A table
-    of an engine that always drafts (`traces.replay.calls`) has its passes in every iteration that
-    decodes.
+    Prompts in a pass that decodes are no part of its mean width: attention of the decoding
+    sequences costs as much as alone, and all tokens go through the layers together.  If an engine
+    was measured, cells of phase ``mixed`` hold the time that one prompt adds to the decoding
+    sequences.  Otherwise, and beyond these cells, the seconds are prefill + decode less one launch,
+    because weights are read and kernels launched once.  In such a pass sequences decode with
+    another kernel, where the table has its cells (``with_prompts``).
+
+    A table of an engine that always drafts (`traces.replay.calls`) has its passes in every
+    iteration that decodes.
     """
 
     def __init__(
@@ -368,12 +312,15 @@ class EngineCost:
         self._first = readers.get("first", self._later)
         self._along = readers.get("along")
         self._with_prompts = readers.get("with_prompts", self._target)
-        self._mixed = MixedPasses(latency, readers.get("mixed"))
+        self._mixed = readers.get("mixed")
+        self._most_mixed = 0.0 if self._mixed is None else latency.grid("target", "mixed").widest
+        self._launch_s = latency.grid("target", "forward").quickest_s
+        self._composed = [0.0, *[inf, -inf] * 3]
         self._prefill = {m: readers[f"{m}_prefill"] for m in MODELS if f"{m}_prefill" in readers}
         # The longest prompt that was measured together with others.
         self._longest = {m: latency.grid(m, "prefill").widest_together for m in self._prefill}
         self._settled: dict[int, list[float]] = {}
-        self.hosts = HostCost(latency, reads)
+        self._hosts: dict[int, Host] = {}
 
     def __call__(
         self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
@@ -384,7 +331,7 @@ class EngineCost:
         """
         prompts = self.prompts(chunks)
         if not rounds:
-            around_s = self.hosts.at(len(chunks)).iteration_s
+            around_s = self.host(len(chunks)).iteration_s
             return Seconds(prompts.draft_s, prompts.target_s, around_s)
         work, batch = work_of(slots, rounds), len(rounds)
         if self.passes == "ragged":
@@ -429,7 +376,16 @@ class EngineCost:
     def coverage(self) -> list[Coverage]:
         """Count measured, interpolated and extrapolated passes, per model and phase."""
         read = [row for reader in self.readers.values() for row in reader.coverage]
-        return read + self._mixed.coverage
+        if self._composed[0]:
+            read.append(covered(("target", "mixed"), COMPOSED, self._composed))
+        return read
+
+    def host(self, batch: int) -> Host:
+        """Return the host's seconds at `batch`."""
+        found = self._hosts.get(batch)
+        if found is None:
+            found = self._hosts[batch] = host_at(self.latency, self.reads, batch)
+        return found
 
     @property
     def unpriced(self) -> list[str]:
@@ -478,9 +434,7 @@ class EngineCost:
         return self._later, self._first
 
     def _draft_seconds(self, work: Work, batch: int) -> float:
-        """Return seconds of the draft passes of an iteration over `batch` sequences, at their
-        means.
-        """
+        """Return seconds of an iteration's draft passes over `batch` sequences, at their means."""
         verified, before = work.drafted / batch + 1.0, work.context / batch - 1.0
         if self._along is not None and self._idle(work):
             return self._along(batch, 1.0, before)
@@ -527,7 +481,7 @@ class EngineCost:
     def _host_seconds(self, work: Work, batch: int) -> float:
         # Taken apart at once: reading a tuple's fields by name takes longer.
         _, _, longest, _, _, _, rejected, unread = work
-        host_s, draft_s, target_rollback_s, draft_rollback_s, _, _ = self.hosts.at(batch)
+        host_s, draft_s, target_rollback_s, draft_rollback_s, _, _ = self.host(batch)
         if rejected:
             host_s += target_rollback_s
         if unread:
@@ -548,7 +502,11 @@ class EngineCost:
         if not prompts.tokens:
             return self._target(decoding, tokens / decoding, cached / decoding)
         decode_s = self._with_prompts(decoding, tokens / decoding, cached / decoding)
-        return self._mixed.seconds(decode_s, tokens, *prompts[1:])
+        _, prompt_s, read, before = prompts
+        if self._mixed is not None and not before and read <= self._most_mixed:
+            return decode_s + self._mixed(tokens, read, 0.0)
+        _count(self._composed, 1, (tokens, tokens), (read, read), (before, before))
+        return max(decode_s, prompt_s, decode_s + prompt_s - self._launch_s)
 
 
 class TableCost:

@@ -60,7 +60,7 @@ class Overlapped(Replica):
         self.waiting: deque[Slot] = deque()
         """Requests in order of arrival; the first is served until it ends."""
         self._blank = not self.policy.reads
-        self._host = self.cost.hosts.at(1)
+        self._host = self.cost.host(1)
         readers = self.cost.readers
         self._target, self._draft = readers["target"], readers["later"]
         self._prefill = [
@@ -121,10 +121,7 @@ class Overlapped(Replica):
     def block(self, slot: Slot, ahead: int, limit: int) -> list[Any]:
         """Return the tokens the policy drafts next, `ahead` tokens after the output so far.
 
-        Raises
-        ------
-        TailError
-            If a policy that reads signals drafts past the recorded tail.
+        Raises TailError if a policy that reads signals drafts past the recorded tail.
         """
         policy, decoder = slot.policy, slot.decoder
         policy.begin_round(decoder.load)

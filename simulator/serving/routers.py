@@ -9,32 +9,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from traces.errors import DraftsimError
 
 
-class Loaded(Protocol):
-    """A replica, as far as a router sees it."""
-
-    @property
-    def requests(self) -> int:
-        """Requests that wait or run on this replica."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of these requests: their prompts, and what they have emitted."""
-        ...
-
-
-class Idle(NamedTuple):
-    """A replica without load, for routers that do not read it."""
+class ReplicaLoad(NamedTuple):
+    """A replica, as far as a router sees it: idle for routers that do not read its load."""
 
     requests: int = 0
+    """Requests that wait or run on this replica."""
     tokens: int = 0
+    """Tokens of these requests: their prompts, and what they have emitted."""
 
 
 class Router(ABC):
@@ -47,7 +35,7 @@ class Router(ABC):
     """True if a choice depends on the replicas' load; else they are simulated one by one."""
 
     @abstractmethod
-    def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
+    def choose(self, index: int, replicas: Sequence[ReplicaLoad], rng: np.random.Generator) -> int:
         """Return the place in `replicas` of the replica that takes request number `index`."""
 
 
@@ -57,7 +45,7 @@ class RandomSplit(Router):
 
     reads_load: ClassVar[bool] = False
 
-    def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
+    def choose(self, index: int, replicas: Sequence[ReplicaLoad], rng: np.random.Generator) -> int:
         """Return a random replica."""
         del index
         return int(rng.integers(len(replicas)))
@@ -69,7 +57,7 @@ class RoundRobin(Router):
 
     reads_load: ClassVar[bool] = False
 
-    def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
+    def choose(self, index: int, replicas: Sequence[ReplicaLoad], rng: np.random.Generator) -> int:
         """Return the next in turn."""
         del rng
         return index % len(replicas)
@@ -79,7 +67,7 @@ class RoundRobin(Router):
 class LeastRequests(Router):
     """The replica with the fewest waiting and running requests; ties are broken at random."""
 
-    def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
+    def choose(self, index: int, replicas: Sequence[ReplicaLoad], rng: np.random.Generator) -> int:
         """Return the replica with the fewest requests when this one arrives."""
         del index
         return _any_least([replica.requests for replica in replicas], rng)
@@ -92,7 +80,7 @@ class LeastTokens(Router):
     Future tokens do not count, because the length of an output is not known.
     """
 
-    def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:
+    def choose(self, index: int, replicas: Sequence[ReplicaLoad], rng: np.random.Generator) -> int:
         """Return the replica with the fewest tokens when this request arrives."""
         del index
         return _any_least([replica.tokens for replica in replicas], rng)

@@ -1,7 +1,7 @@
 """Serving in simulated time: one scenario under any policies, with replications.
 
-`Serving` runs the compiled loop where that can serve the scenario, and otherwise an `EventEngine`
-for each replica.
+The compiled loop runs where it can serve the scenario, and otherwise an `EventEngine` for each
+replica.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 import numpy as np
 import simpy
@@ -23,13 +22,13 @@ from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from policies.together import Synchronise, Together, together_of
 from simulator.serving.arrivals import ArrivalFile, Job
-from simulator.serving.compiled.engine import CompiledServing, ServedLoad
+from simulator.serving.compiled.engine import CompiledRun, ServedLoad, Serving
 from simulator.serving.cost import Chunk, Seconds
 from simulator.serving.outcome.metrics import CutOff, RunRecorder, joined_recorders
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.overlap import Dsi, Overlapped, Pearl
-from simulator.serving.routers import Idle
+from simulator.serving.routers import ReplicaLoad
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Iteration, Scheduler
 from simulator.serving.sequence import Slot, step
@@ -99,17 +98,18 @@ def simulate(
         listed = list(jobs)
         expected, jobs = len(listed), iter(listed)
     jobs = (Job(*job[:4], i) for i, job in enumerate(jobs))
+    lookahead = _longest_draft(policy, trace, scenario)
     serving = Serving(
-        trace=trace, latency=latency, policy=policy, scenario=scenario, rule=rule,
-        lookahead=_longest_draft(policy, trace, scenario), expected=expected, advance=advance,
-        name=name, rng=choosing, timeline=timeline, by_iteration=by_iteration,
-    )  # fmt: skip
+        trace, latency, policy, scenario, rule, lookahead, expected, advance, choosing
+    )
     check_mode(trace, latency, policy, scenario, rule)
+    by_events = by_iteration or timeline is not None or not serving.serves
+    run = partial(served_by, serving, name, by_events, timeline)
     replicas = range(scenario.replicas) if only is None else only
     if not scenario.splits:
-        return serving.run(jobs, replicas)
+        return run(jobs, replicas, {})
     shares, marks = _shares(scenario, jobs, replicas, serving.marked, choosing)
-    return joined_runs([serving.run(iter(shares[i]), [i], marks) for i in replicas])
+    return joined_runs([run(iter(shares[i]), [i], marks) for i in replicas])
 
 
 def check_mode(
@@ -147,10 +147,7 @@ def check_mode(
 def lookahead_of(policy: Policy, trace: Trace) -> int:
     """Return the longest draft `policy` may make: its own bound, or else the recording's.
 
-    Raises
-    ------
-    DraftsimError
-        If neither does.
+    Raises DraftsimError if neither does.
     """
     own = policy.longest_draft()
     bound = trace.max_gamma if own is None else own
@@ -179,7 +176,7 @@ def _shares(
     """Return the requests of each of `replicas`, and when the `marked` ones arrive anywhere."""
     shares: dict[int, list[Job]] = {replica: [] for replica in replicas}
     marks: dict[int, float] = {}
-    choose, unseen = scenario.router.choose, [Idle()] * scenario.replicas
+    choose, unseen = scenario.router.choose, [ReplicaLoad()] * scenario.replicas
     for job in jobs:
         if job.number in marked:
             marks[job.number] = job.arrival_s
@@ -189,106 +186,91 @@ def _shares(
     return shares, marks
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Serving(CompiledServing):
-    """Serves a scenario under one policy, by the compiled loop or by events.
+def served_by(
+    serving: Serving, name: str, by_events: bool, timeline: Timeline | None, jobs: Iterator[Job],
+    replicas: Sequence[int], marks: Mapping[int, float],
+) -> Run:  # fmt: skip
+    """Serve `jobs` with these replicas of the fleet, on one clock, by events or the compiled loop.
 
-    Parameters
-    ----------
-    name:
-        Name of the policy.
-    rng:
-        Generator of the scenario's router.
-    timeline:
-        Timeline of the first replica.
-    by_iteration:
-        True: every iteration has an event of its own, even where the compiled loop would do.
+    With more than one the scenario's router chooses.  `marks` are the times of the
+    `Serving.marked` requests, for a replica that they may not arrive at.
     """
+    began = time.perf_counter()
+    scenario, trace = serving.scenario, serving.trace
+    try:
+        if by_events:
+            served = _by_events(serving, timeline, jobs, replicas, marks)
+        else:
+            served = CompiledRun(serving, jobs, replicas, marks).run()
+    except UndeclaredSignal as error:
+        raise error.by(serving.policy) from None
+    recorders = served.recorders
+    recorder = recorders[0] if len(recorders) == 1 else joined_recorders(recorders)
+    status = f"stopped at max_time_s={scenario.max_time_s:g}" if served.cut else "complete"
+    assumed = serving.latency.said_batch_free(scenario.largest_batch)
+    lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
+    # A file's lengths cut or repeat recordings; a lossy rule leaves them.
+    departs = assumed or serving.lossy is not None or isinstance(scenario.arrivals, ArrivalFile)
+    return Run(
+        name, scenario, lossless if serving.rule is None else describe_rule(serving.rule),
+        "approximate" if departs else fidelity_of(trace), recorder, served.coverage,
+        [*served.unpriced, *([assumed] if assumed else [])], served.now_s,
+        time.perf_counter() - began, status, served.cut_off, trace.source, len(recorders),
+    )  # fmt: skip
 
-    name: str
-    rng: np.random.Generator
-    timeline: Timeline | None
-    by_iteration: bool
 
-    def run(
-        self, jobs: Iterator[Job], replicas: Sequence[int],
-        marks: Mapping[int, float] = MappingProxyType({}),
-    ) -> Run:  # fmt: skip
-        """Serve `jobs` with these replicas of the fleet, on one clock.
-
-        With more than one the scenario's router chooses.  `marks` are the times of the `marked`
-        requests, for a replica that they may not arrive at.
-        """
-        began = time.perf_counter()
-        scenario = self.scenario
-        by_events = self.by_iteration or self.timeline is not None or not self.serves
-        try:
-            if by_events:
-                served = self._by_events(jobs, replicas, marks)
-            else:
-                served = self.compiled(jobs, replicas, self.rng, marks)
-        except UndeclaredSignal as error:
-            raise error.by(self.policy) from None
-        recorders = served.recorders
-        recorder = recorders[0] if len(recorders) == 1 else joined_recorders(recorders)
-        status = f"stopped at max_time_s={scenario.max_time_s:g}" if served.cut else "complete"
-        assumed = self.latency.said_batch_free(scenario.largest_batch)
-        lossless = "rejection-sampling" if self.trace.temperature > 0 else "exact"
-        # A file's lengths cut or repeat recordings; a lossy rule leaves them.
-        departs = assumed or self.lossy is not None or isinstance(scenario.arrivals, ArrivalFile)
-        return Run(
-            self.name, scenario, lossless if self.rule is None else describe_rule(self.rule),
-            "approximate" if departs else fidelity_of(self.trace), recorder, served.coverage,
-            [*served.unpriced, *([assumed] if assumed else [])], served.now_s,
-            time.perf_counter() - began, status, served.cut_off, self.trace.source,
-            len(recorders),
-        )  # fmt: skip
-
-    def _by_events(
-        self, jobs: Iterator[Job], replicas: Sequence[int], marks: Mapping[int, float]
-    ) -> ServedLoad:
-        """Serve with an event for every iteration."""
-        scenario, env = self.scenario, SimulatedClock()
-        source = RequestSource(
-            env, jobs, scenario.arrivals, scenario.router, self.rng, self.marked, self.advance,
-            max(marks.values(), default=0.0), self.apart_s,
-        )  # fmt: skip
-        engines = [self._engine(env, source, number) for number in replicas]
-        processes = [env.process(engine.run()) for engine in engines]
-        for index, at_s in marks.items():
-            for engine in engines:
-                env.at(at_s).callbacks.append(partial(_mark, engine, index, at_s))
-        source.start(engines)
-        ended: simpy.Event = env.all_of(processes)
-        if scenario.max_time_s is not None:
-            ended |= env.timeout(scenario.max_time_s)
-        env.run(until=ended)
+def _by_events(
+    serving: Serving, timeline: Timeline | None, jobs: Iterator[Job], replicas: Sequence[int],
+    marks: Mapping[int, float],
+) -> ServedLoad:  # fmt: skip
+    """Serve with an event for every iteration."""
+    scenario, env = serving.scenario, SimulatedClock()
+    source = RequestSource(
+        env, jobs, scenario.arrivals, scenario.router, serving.rng, serving.marked,
+        serving.advance, max(marks.values(), default=0.0), serving.apart_s,
+    )  # fmt: skip
+    engines = [
+        _engine(serving, env, source, number, timeline if number == 0 else None)
+        for number in replicas
+    ]
+    processes = [env.process(engine.run()) for engine in engines]
+    for index, at_s in marks.items():
         for engine in engines:
-            engine.recorder.enter(env.now, 0)
-        unfinished = [
-            (slot.index, slot.arrival_s, slot.first_s, slot.job.output_tokens)
-            for engine in engines for slot in engine.unfinished
-        ]  # fmt: skip
-        return ServedLoad(
-            [engine.recorder for engine in engines],
-            [entry for engine in engines for entry in engine.cost.coverage],
-            engines[0].cost.unpriced, env.now, CutOff(*np.array(unfinished).reshape(-1, 4).T),
-            any(process.is_alive for process in processes),
-        )  # fmt: skip
+            env.at(at_s).callbacks.append(partial(_mark, engine, index, at_s))
+    source.start(engines)
+    ended: simpy.Event = env.all_of(processes)
+    if scenario.max_time_s is not None:
+        ended |= env.timeout(scenario.max_time_s)
+    env.run(until=ended)
+    for engine in engines:
+        engine.recorder.enter(env.now, 0)
+    unfinished = [
+        (slot.index, slot.arrival_s, slot.first_s, slot.job.output_tokens)
+        for engine in engines for slot in engine.unfinished
+    ]  # fmt: skip
+    return ServedLoad(
+        [engine.recorder for engine in engines],
+        [entry for engine in engines for entry in engine.cost.coverage],
+        engines[0].cost.unpriced, env.now, CutOff(*np.array(unfinished).reshape(-1, 4).T),
+        any(process.is_alive for process in processes),
+    )  # fmt: skip
 
-    def _engine(self, env: SimulatedClock, source: RequestSource, number: int) -> Replica:
-        trace, scenario, policy = self.trace, self.scenario, self.policy
-        recorder = RunRecorder(self.skip, self.expected, replica=number)
-        timeline = self.timeline if number == 0 else None
-        shared = env, source, trace, self.cost(), recorder, timeline, self.lookahead
-        if scenario.one_stream and isinstance(policy, DraftPolicy):
-            return OVERLAPPED[scenario.mode](*shared, policy, scenario.devices)
-        style = SYNCHRONISED.get(scenario.mode, "ragged")
-        return EventEngine(
-            *shared, self.scheduler(),
-            together_of(policy, style, trace.vocab_size, guarded=True),
-            prepared_rule(self.rule, trace),
-        )  # fmt: skip
+
+def _engine(
+    serving: Serving, env: SimulatedClock, source: RequestSource, number: int,
+    timeline: Timeline | None,
+) -> Replica:  # fmt: skip
+    trace, scenario, policy = serving.trace, serving.scenario, serving.policy
+    recorder = RunRecorder(serving.skip, serving.expected, replica=number)
+    shared = env, source, trace, serving.cost(), recorder, timeline, serving.lookahead
+    if scenario.one_stream and isinstance(policy, DraftPolicy):
+        return OVERLAPPED[scenario.mode](*shared, policy, scenario.devices)
+    style = SYNCHRONISED.get(scenario.mode, "ragged")
+    return EventEngine(
+        *shared, serving.scheduler(),
+        together_of(policy, style, trace.vocab_size, guarded=True),
+        prepared_rule(serving.rule, trace),
+    )  # fmt: skip
 
 
 def _mark(engine: Replica, index: int, at_s: float, _: object = None) -> None:
@@ -398,9 +380,7 @@ class EventEngine(Replica):
             self.leave(slot)
 
     def prefilled(self, chunk: Chunk) -> None:
-        """Note that prompt tokens were processed; the pass that ends a prompt emits the first
-        token.
-        """
+        """Note that prompt tokens were processed; the last of a prompt emit the first token."""
         slot = chunk.slot
         slot.prefilled += chunk.tokens
         slot.prefill_left -= chunk.tokens
@@ -415,7 +395,7 @@ class EventEngine(Replica):
 
     def leave(self, slot: Slot) -> None:
         """Note that a request has emitted its last token."""
-        around_s = self.cost.hosts.at(len(self.scheduler.running)).request_s
+        around_s = self.cost.host(len(self.scheduler.running)).request_s
         self.scheduler.finish(slot)
         self.recorder.leave(slot, self.env.now, around_s)
         if self.rule is not None:

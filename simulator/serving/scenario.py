@@ -37,10 +37,7 @@ def engine_limits(
 
     ``arrive``: requests arrive by the clock; False: a fixed number always runs.
 
-    Raises
-    ------
-    DraftsimError
-        If a limit is given that has no effect there, or is impossible.
+    Raises DraftsimError if a limit is given that has no effect there, or is impossible.
     """
     given = {"max_batch": max_batch, "token_budget": token_budget, "kv_blocks": kv_blocks}
     bounds = {"max_batch": arrive, "token_budget": mode == "continuous", "kv_blocks": True}

@@ -33,10 +33,7 @@ MOST_BLOCKS = 2**24
 class BlockPool:
     """A pool of `blocks` blocks of `block_size` tokens; None means it never runs out.
 
-    Raises
-    ------
-    DraftsimError
-        If a size is below one, or there are more than `MOST_BLOCKS`.
+    Raises DraftsimError if a size is below one, or there are more than `MOST_BLOCKS`.
     """
 
     def __init__(self, blocks: int | None = None, block_size: int = 16) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,16 +27,14 @@ KEPT = 16
 """Policies of a trace whose rounds are kept: a study of many would hold them all."""
 
 
+@dataclass(slots=True)
 class EngineState:
     """The state of an engine that all its sequences may see."""
 
-    __slots__ = ("batch", "scheduled")
-
-    def __init__(self) -> None:
-        self.batch = 1
-        """Requests that decode."""
-        self.scheduled: int | None = None
-        """As in `Load`."""
+    batch: int = 1
+    """Requests that decode."""
+    scheduled: int | None = None
+    """As in `Load`."""
 
 
 class ServedSequence(ReplayDecoder):
@@ -212,22 +212,13 @@ def clock_free(policy: DraftPolicy, rule: VerifyRule | None) -> bool:
 
 
 class RoundTable:
-    """The rounds of one sequence from its first token on, replayed as far as they were asked for.
-
-    Attributes
-    ----------
-    rounds:
-        (rounds, fields of `Round`) so far.
-    reached:
-        Output tokens emitted once they have ended.
-    first:
-        Index of the first in the array that `Replays.flat` returned last; negative before.
-    """
+    """The rounds of one sequence from its first token on, replayed as far as asked for."""
 
     def __init__(self, rounds: Iterator[Round]) -> None:
         self.rounds = NO_ROUNDS
+        """(rounds, fields of `Round`) so far."""
         self.reached = 1
-        self.first = -1
+        """Output tokens emitted once they have ended."""
         self._more = rounds
         self._refusal: Exception | None = None
 
@@ -272,7 +263,9 @@ class Replays:
         self._trace, self._policy, self._rule = trace, policy, rule
         self._lookahead = lookahead
         self._tables: dict[tuple[int, bool], RoundTable] = {}
+        # The rounds of all tables, and where those of each begin.
         self._flat = NO_ROUNDS
+        self._first: dict[tuple[int, bool], int] = {}
 
     def flat(self, jobs: Sequence[Job]) -> tuple[Ints, Ints]:
         """Return the rounds of all sequences, (rounds, fields), and each job's first, (jobs,).
@@ -287,15 +280,12 @@ class Replays:
             keys.append(key)
             if output > longest.get(key, 0):
                 longest[key] = output
-        grew = [key for key, tokens in longest.items() if self._table(key).replay(tokens)]
-        if grew:
-            first = 0
-            for table in self._tables.values():
-                table.first = first
-                first += len(table.rounds)
+        grew = [self._table(key).replay(tokens) for key, tokens in longest.items()]
+        if any(grew):
             self._flat = np.concatenate([table.rounds for table in self._tables.values()])
-        tables = self._tables
-        return self._flat, np.array([tables[key].first for key in keys], np.int64)
+            counts = (len(table.rounds) for table in self._tables.values())
+            self._first = dict(zip(self._tables, accumulate(counts, initial=0), strict=False))
+        return self._flat, np.array([self._first.get(key, -1) for key in keys], np.int64)
 
     def _table(self, key: tuple[int, bool]) -> RoundTable:
         table = self._tables.get(key)

@@ -17,7 +17,7 @@ from simulator.serving.arrivals import Arrivals, Job
 from simulator.serving.cost import EngineCost
 from simulator.serving.outcome.metrics import RunRecorder
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.routers import Router
+from simulator.serving.routers import ReplicaLoad, Router
 from simulator.serving.sequence import EngineState, ServedSequence, Slot
 from traces.acceptance.trace import Trace
 
@@ -43,9 +43,7 @@ class SimulatedClock(simpy.Environment):
         return True
 
     def at(self, then: float) -> simpy.Event:
-        """Return an event at `then` exactly; a timeout over the difference would meet it to
-        rounding.
-        """
+        """Return an event at exactly `then`; a timeout would meet it only to rounding."""
         event = simpy.Event(self)
         event._ok, event._value = True, None
         heappush(self._queue, (then, NORMAL, next(self._eid), event))
@@ -161,7 +159,9 @@ class RequestSource:
         if job.number in self.marked:
             for replica in replicas:
                 replica.recorder.mark(job.number, self.env.now, replica.recorder.tokens)
-        at = self.router.choose(job.number, replicas, self.rng) if len(replicas) > 1 else 0
+        at = 0
+        if len(replicas) > 1:
+            at = self.router.choose(job.number, [r.load for r in replicas], self.rng)
         replicas[at].recorder.arrived += 1
         replicas[at].submit(job)
 
@@ -238,11 +238,7 @@ class Replica(ABC):
         self.recorder.tokens += 1
 
     @property
-    def requests(self) -> int:
-        """Requests that wait or run."""
-        return self.recorder.in_system
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the requests that wait or run: of their prompts, and emitted by now."""
-        return self.recorder.carried + self.recorder.tokens
+    def load(self) -> ReplicaLoad:
+        """The load that a router sees."""
+        recorder = self.recorder
+        return ReplicaLoad(recorder.in_system, recorder.carried + recorder.tokens)

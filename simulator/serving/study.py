@@ -24,7 +24,7 @@ from policies.rules.base import VerifyRule
 from simulator.executors import Executor, Local
 from simulator.serving.arrivals import ArrivalFile, Arrivals, AtRate, ClosedLoop, Job, arrivals_of
 from simulator.serving.outcome.metrics import compared
-from simulator.serving.outcome.report import Run, ServeResult, joined_runs
+from simulator.serving.outcome.report import Run, joined_runs, merged_rows
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.run import Policy, check_mode, simulate
@@ -94,9 +94,7 @@ class ServingRunner:
         ]  # fmt: skip
 
     def key(self) -> str | None:
-        """Return a digest of everything that the results depend on; None if that cannot be
-        taken.
-        """
+        """Return a digest of all that the results depend on; None if that cannot be taken."""
         import joblib
 
         content: list[Any] = [
@@ -122,9 +120,7 @@ def shares_of(scenario: Scenario) -> list[tuple[int, ...] | None]:
 
 
 def over_batches(base: Scenario, batches: Sequence[int]) -> list[Scenario]:
-    """Return `base` at each batch size, with as many requests kept in every engine (closed
-    loop).
-    """
+    """Return `base` at each batch size, with that many requests kept in every engine."""
     think = base.arrivals.think_s
     return [
         replace(
@@ -145,21 +141,16 @@ def over_rates(base: Scenario, rates: Sequence[float]) -> list[Scenario]:
     DraftsimError
         If the arrivals have no rate to change, as in a closed loop.
     """
-    scenarios = []
-    for rate in rates:
-        arrivals = base.arrivals
-        if isinstance(arrivals, ArrivalFile):
-            own = base.rate
-            if own is None:
-                raise DraftsimError(
-                    f"arrivals file {arrivals.path} spans no time: its rate cannot be scaled"
-                )
-            scenarios.append(replace(base, arrivals=arrivals.scaled(rate / own)))
-        elif isinstance(arrivals, AtRate):
-            scenarios.append(replace(base, arrivals=replace(arrivals, per_second=rate)))
-        else:
-            raise DraftsimError("a closed loop has no rate to sweep: give open arrivals")
-    return scenarios
+    arrivals, own = base.arrivals, base.rate
+    if isinstance(arrivals, ArrivalFile):
+        if own is None:
+            raise DraftsimError(
+                f"arrivals file {arrivals.path} spans no time: its rate cannot be scaled"
+            )
+        return [replace(base, arrivals=arrivals.scaled(rate / own)) for rate in rates]
+    if isinstance(arrivals, AtRate):
+        return [replace(base, arrivals=replace(arrivals, per_second=rate)) for rate in rates]
+    raise DraftsimError("a closed loop has no rate to sweep: give open arrivals")
 
 
 def over_loads(
@@ -180,10 +171,8 @@ def over_loads(
     scale:
         Factors that speed the file up.
 
-    Raises
-    ------
-    DraftsimError
-        If the loads contradict each other or the mode, or hold an impossible value.
+    Raises DraftsimError if the loads contradict each other or the mode, or hold an impossible
+    value.
     """
     if concurrency is not None and (rate is not None or arrivals is not None):
         raise DraftsimError(
@@ -239,7 +228,7 @@ def sweep(
     rows = [] if rows is None else rows
     plain = {name for name, policy in policies.items() if isinstance(policy, Autoregressive)}
     here = executor is None
-    bench = ServingRunner(
+    runner = ServingRunner(
         trace, latency, policies, scenarios, rule, advance if here else _ignored,
         timeline if here else None,
     )  # fmt: skip
@@ -247,7 +236,7 @@ def sweep(
     # What is drawn is served again: the file of rows does not hold it.
     first = next((n for n, (_, name) in enumerate(pairs) if name not in plain), 0)
     drawn = {first} if timeline is not None else set()
-    key = bench.key() if path is not None else None
+    key = runner.key() if path is not None else None
     file = ResultsFile(path, meta, key=key, say=say) if path is not None else None
     with file or nullcontext():
         found = {n: restored(row) for n, row in (file.kept if file is not None else {}).items()}
@@ -255,10 +244,10 @@ def sweep(
         if rows:
             progress(len(rows), len(pairs), rows[-1]["policy"])
         missing = [n for n in range(len(pairs)) if n not in found or n in drawn]
-        groups = [bench.parts(*pairs[n], n in drawn) for n in missing]
-        for n, runs in zip(missing, _gathered(bench, groups, executor, advance), strict=True):
+        groups = [runner.parts(*pairs[n], n in drawn) for n in missing]
+        for n, runs in zip(missing, _gathered(runner, groups, executor, advance), strict=True):
             at, name = pairs[n]
-            row = ServeResult(scenarios[at], {name: runs}).rows()[0]
+            row = merged_rows([run.row() for run in runs])
             before = [found[i] for i in range(at * len(policies), n) if i in found]
             rival = next((r for r in [*before, row] if r["policy"] in plain), None)
             row |= compared_with(rival, row)
@@ -271,24 +260,24 @@ def sweep(
 
 
 def _gathered(
-    bench: ServingRunner, groups: Sequence[Sequence[ServingPart]], executor: Executor | None,
+    runner: ServingRunner, groups: Sequence[Sequence[ServingPart]], executor: Executor | None,
     advance: Callable[[int], None],
 ) -> Iterator[list[Run]]:  # fmt: skip
     """Yield the runs of each group, a run a replication, in the order of the groups."""
     parts = [part for group in groups for part in group]
     owner = [i for i, group in enumerate(groups) for _ in group]
     found: list[dict[int, Run]] = [{} for _ in groups]
-    turn = 0
-    for place, run in (executor or Local(1)).run(bench, parts):
+    at_group = 0
+    for place, run in (executor or Local(1)).run(runner, parts):
         if executor is not None:
             advance(run.recorder.arrived)
         found[owner[place]][place] = run
-        while turn < len(groups) and len(found[turn]) == len(groups[turn]):
+        while at_group < len(groups) and len(found[at_group]) == len(groups[at_group]):
             by_replication: dict[int, list[Run]] = {}
-            for part, at in zip(groups[turn], sorted(found[turn]), strict=True):
-                by_replication.setdefault(part.replication, []).append(found[turn][at])
-            found[turn].clear()
-            turn += 1
+            for part, at in zip(groups[at_group], sorted(found[at_group]), strict=True):
+                by_replication.setdefault(part.replication, []).append(found[at_group][at])
+            found[at_group].clear()
+            at_group += 1
             yield [joined_runs(runs) for runs in by_replication.values()]
 
 
@@ -393,10 +382,8 @@ def predict_groups(
         ``requests``, by (policy, batch), has a row per request of the trace with rounds,
         drafted, accepted, draft_forwards and extrapolated passes in ``attrs``.
 
-    Raises
-    ------
-    DraftsimError
-        If mode and policy do not fit, or the latency table lacks a model that must run.
+    Raises DraftsimError if mode and policy do not fit, or the latency table lacks a model that must
+    run.
     """
     rows = []
     details = {}

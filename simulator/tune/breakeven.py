@@ -207,8 +207,8 @@ def plan(
     uncertain, chosen = informative(logs, pairs, made.misfit)
     runs: list[PlannedRun] = []
     while len(runs) < MOST_RUNS and math.sqrt(uncertain) > EXACT:
-        run = next(chosen)
-        cell, uncertain = cells[run.place], run.left
+        place, _, uncertain = next(chosen)
+        cell = cells[place]
         runs.append(PlannedRun(*cell, emitted[cell.k], math.sqrt(uncertain)))
     return runs
 

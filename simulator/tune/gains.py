@@ -17,7 +17,7 @@ from policies.arrays import Bools, Floats
 from policies.lengths.basic import Autoregressive
 from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
-from simulator.bootstrap import CONFIDENCE, gain, ratio
+from simulator.bootstrap import CONFIDENCE, gain, half_width, ratio
 from simulator.executors import results_of
 from simulator.serving import Scenario, serve
 from simulator.serving.run import Policy
@@ -77,9 +77,7 @@ class Objective:
 
 
 def choose(objective: Objective) -> int:
-    """Return the first admissible option: the one that drafts least of those as good as the
-    best.
-    """
+    """Return the first admissible option: it drafts least of those as good as the best."""
     return int(np.flatnonzero(objective.admissible)[0])
 
 
@@ -210,21 +208,9 @@ class Against(NamedTuple):
 
 
 def gain_of(ratios: Floats, told: bool = True) -> tuple[float, float, float]:
-    """Return the mean of ratios over resampled prompts with its 95% interval; NaN bounds if not
-    `told`.
-    """
+    """Return the mean of ratios over resampled prompts, and its 95% interval; NaN if not `told`."""
     value, reach = float(ratios.mean()), half_width(ratios) if told else float("nan")
     return value, value - reach, value + reach
-
-
-def half_width(values: Floats, confidence: float = CONFIDENCE) -> float:
-    """Return half the width of the t interval whose standard error is the spread of the draws.
-
-    The bootstrap t interval of Efron & Tibshirani (1993), ch. 12.
-    """
-    from scipy.special import stdtrit
-
-    return float(stdtrit(len(values) - 1, 0.5 + confidence / 2) * np.std(values, ddof=1))
 
 
 def to_deploy(faster: bool, own_meets: bool, plain_meets: bool) -> str:

@@ -52,8 +52,7 @@ BY_METHOD: Mapping[str, Mapping[str, str]] = {
         "draft_model": "DraftTarget",
     },
 }  # fmt: skip
-"""Names of vLLM's methods: SGLang's ``--speculative-algorithm``, TensorRT-LLM's ``decoding_type``.
-"""
+"""vLLM's methods as SGLang's ``--speculative-algorithm`` and TensorRT-LLM's ``decoding_type``."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +178,7 @@ def _options(document: Mapping[str, Any]) -> str:
 
 
 def _hf(document: Mapping[str, Any] | None, target: str, drafter: NamedDrafter) -> str:
-    """Return a line of Python, in which `TARGET` and `DRAFT` are models; they are loaded if
-    named.
-    """
+    """Return a line of Python in which `TARGET` and `DRAFT` are models, loaded if named."""
     names = {TARGET: target if target != TARGET else None}
     call = f"{TARGET}.generate(inputs)"
     update = ""
@@ -250,9 +247,7 @@ def named_models(recording: Recording, latency: LatencyTable) -> tuple[str, Name
 
 
 def _path(trace: Trace, role: str) -> str | None:
-    """Return the folder or name of a recorded model; None where the recording names it by its role
-    alone.
-    """
+    """Return the folder or name of a recorded model; None if it is named by its role alone."""
     described = trace.meta.get(role)
     path = described.get("path") if isinstance(described, Mapping) else None
     return None if path in (None, role) else str(path)

@@ -104,9 +104,7 @@ def closed_load(
 
 
 def check_seed(seed: int) -> int:
-    """Return the seed of a check of what was searched under `seed`: other requests, in other
-    order.
-    """
+    """Return the seed of a check of what was searched under `seed`, with other requests."""
     return int(np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1)[0])
 
 
@@ -148,9 +146,7 @@ def share_within(run: Run) -> float:
 
 
 def beaten(rates: Floats, best: Floats) -> bool:
-    """Return where the t interval of the paired differences to `best` lies below 0;
-    (replications,).
-    """
+    """Return True if the t interval of the paired differences to `best` lies below 0."""
     # Equal runs differ by rounding alone.
     return bool(t_interval(rates - best, SEARCH_CONFIDENCE)[2] < -1e-9 * best.mean())
 

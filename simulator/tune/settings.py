@@ -80,9 +80,7 @@ class Tuned:
         object.__setattr__(self, "policy", policy)
 
     def policy_at(self, batch: int) -> DraftPolicy | BatchPolicy:
-        """Return the policy to deploy if loads stay at a searched `batch`: `policy`, or no
-        speculation.
-        """
+        """Return the policy to deploy for loads of a searched `batch`: `policy`, or none."""
         deploy = {row["batch"]: row["deploy"] for row in self.rows}
         return Autoregressive() if deploy[batch] == OFF else self.policy
 

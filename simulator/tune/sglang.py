@@ -18,37 +18,8 @@ from simulator.executors import results_of
 from simulator.serving.run import Policy
 from simulator.serving.scenario import Scenario
 from simulator.targets import Targets
-from simulator.tune.costs import (
-    DEFAULT_LENGTHS,
-    PricedOptions,
-    fixed_logs,
-    price_grid,
-    rising,
-)
+from simulator.tune import costs, gains, served
 from simulator.tune.formats import merged
-from simulator.tune.gains import (
-    DRAWS,
-    Against,
-    Objective,
-    can_hold_back,
-    choose,
-    folds,
-    gain_of,
-    resampled,
-    shared_by_neighbours,
-    to_deploy,
-)
-from simulator.tune.served import (
-    Outcome,
-    Progress,
-    closed_load,
-    mended,
-    searched_rates,
-    served_each,
-    unbeaten,
-    untold,
-    within_reach,
-)
 from simulator.tune.settings import Tuned, about_row, about_served, decided, row_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -65,11 +36,11 @@ def tune_sglang(
     latency: LatencyTable,
     batches: Sequence[int] | None = None,
     *,
-    lengths: Sequence[int] = DEFAULT_LENGTHS,
+    lengths: Sequence[int] = costs.DEFAULT_LENGTHS,
     slo: Targets | None = None,
-    draws: int = DRAWS,
+    draws: int = gains.DRAWS,
     seed: int = 0,
-    progress: Progress = untold,
+    progress: served.Progress = served.untold,
 ) -> Tuned:
     """Tune ``--speculative-adaptive-config``: candidate steps per batch-size slot.
 
@@ -94,15 +65,15 @@ def tune_sglang(
     DraftsimError
         For impossible batches or draws, or an empty recording.
     """
-    sizes = rising("batches", batches or latency.usual_batches)
+    sizes = costs.rising("batches", batches or latency.usual_batches)
     if draws < 4 or draws % 2:
         raise DraftsimError(f"draws is {draws}, expected an even number >= 4")
-    plain, logs = fixed_logs(trace, sorted({0, *lengths}))
+    plain, logs = costs.fixed_logs(trace, sorted({0, *lengths}))
     options = list(logs)
-    second = folds([r.category for r in trace.requests])
-    held_out = can_hold_back(second)
-    drawn = resampled(trace, second, draws, seed)
-    grids = [price_grid([plain, *logs.values()], latency, batch, slo=slo) for batch in sizes]
+    second = gains.folds([r.category for r in trace.requests])
+    held_out = gains.can_hold_back(second)
+    drawn = gains.resampled(trace, second, draws, seed)
+    grids = [costs.price_grid([plain, *logs.values()], latency, batch, slo=slo) for batch in sizes]
     names = [r.category for r in trace.requests]
     defaults = [_default_steps(batch, max(options)) for batch in sizes]
     found = {steps for grid in grids for steps in _lists(grid, options, names)}
@@ -121,26 +92,26 @@ def tune_sglang(
         partial(progress, "serving every list of steps"),
     )
     off, fixed = [own[0] for own in outcomes], [own[1:] for own in outcomes]
-    targets = within_reach(slo, outcomes)
-    alone = searched_rates(fixed, targets)
+    targets = served.within_reach(slo, outcomes)
+    alone = served.searched_rates(fixed, targets)
 
     def chosen_on(part: npt.NDArray[np.bool_]) -> Ints:
-        good = np.array([unbeaten(rates[:, part]) for rates in alone])[:, None]
-        fewest: Ints = np.argmax(shared_by_neighbours(good), axis=2)
+        good = np.array([served.unbeaten(rates[:, part]) for rates in alone])[:, None]
+        fewest: Ints = np.argmax(gains.shared_by_neighbours(good), axis=2)
         return fewest
 
     @cache
-    def together(chosen: tuple[int, ...]) -> list[list[Outcome]]:
+    def together(chosen: tuple[int, ...]) -> list[list[served.Outcome]]:
         slots = [(b, lists[k]) for b, k in zip(sizes, chosen, strict=True)]
         policy = SGLangAdaptive(_document(slots))
         told = partial(progress, "serving slots together")
         return _serve(drawn.traces, latency, sizes, [[policy]] * len(sizes), slo, told)
 
     def serve(table: Ints) -> Floats:
-        return np.concatenate(searched_rates(together(tuple(table[:, 0].tolist())), targets))
+        return np.concatenate(served.searched_rates(together(tuple(table[:, 0].tolist())), targets))
 
     first = chosen_on(np.ones_like(drawn.late))
-    best = mended(first, alone, serve)
+    best = served.mended(first, alone, serve)
     whole = [own for (own,) in together(tuple(best.table[:, 0].tolist()))]
     told = np.where(drawn.late, chosen_on(~drawn.late), chosen_on(drawn.late))  # (batches, draws)
     rows: list[dict[str, Any]] = []
@@ -151,14 +122,14 @@ def tune_sglang(
         own = whole[i].rates(targets[i])
         if held_out and kept:
             own = each[told[i], np.arange(draws)]
-        against = Against(own, off[i].rates(targets[i]), drawn.told)
+        against = gains.Against(own, off[i].rates(targets[i]), drawn.told)
         served_tok_s, share = whole[i].mean(targets[i])
         row = row_of(
             "sglang", grids[i], latency, setting=_words(lists[option]),
-            deploy=to_deploy(against.faster, whole[i].meets(slo), off[i].meets(slo)),
+            deploy=gains.to_deploy(against.faster, whole[i].meets(slo), off[i].meets(slo)),
             served_tok_s=served_tok_s, gain=against.gain,
             decode_tok_s=None, decode_gain=None, default=_words(defaults[i]),
-            default_gain=1.0 if option == base else gain_of(ratio(own, each[base]))[0],
+            default_gain=1.0 if option == base else gains.gain_of(ratio(own, each[base]))[0],
             within_slo=share, outside=float(grids[i].outside.max()), held_out=held_out and kept,
         )  # fmt: skip
         said = about_served(
@@ -176,14 +147,12 @@ def tune_sglang(
 
 
 def _lists(
-    grid: PricedOptions, options: Sequence[int], categories: Sequence[str]
+    grid: costs.PricedOptions, options: Sequence[int], categories: Sequence[str]
 ) -> set[tuple[int, ...]]:
-    """Return candidate lists made of the lengths that pay at one batch; the grid's first is no
-    draft.
-    """
+    """Return candidate lists of lengths that give a speedup at one batch; the first drafts none."""
     weights = resamples(len(categories), 500, 0)
-    objective = Objective(grid.tokens[1:], grid.seconds[1:], weights)
-    best = options[choose(objective)]
+    objective = gains.Objective(grid.tokens[1:], grid.seconds[1:], weights)
+    best = options[gains.choose(objective)]
     names = np.array(categories)
     apart = {
         options[int(np.argmax(objective.on(names == name).rates))]
@@ -224,21 +193,21 @@ def _serve(
     traces: Sequence[Trace], latency: LatencyTable, batches: Sequence[int],
     policies: Sequence[Sequence[Policy]], slo: Targets | None,
     progress: Callable[[int, int], None],
-) -> list[list[Outcome]]:  # fmt: skip
+) -> list[list[served.Outcome]]:  # fmt: skip
     """Return the results of serving each batch's policies, one replication per trace."""
 
     def load(trace: Trace, batch: int) -> Scenario:
         mean = trace.tokens / len(trace.requests)
         requests = max(len(trace.requests), 2 * batch, int(batch * ROUNDS / mean))
-        return replace(closed_load(trace, batch, slo, latency=latency), requests=requests)
+        return replace(served.closed_load(trace, batch, slo, latency=latency), requests=requests)
 
     runs = [
         (trace, policy, load(trace, batch))
         for batch, own in zip(batches, policies, strict=True) for policy in own for trace in traces
     ]  # fmt: skip
-    parts = served_each(latency, runs, replications=1)
+    parts = served.served_each(latency, runs, replications=1)
     each = iter(results_of(parts, len(parts) * traces[0].tokens, progress=progress))
     return [
-        [Outcome(*np.concatenate([next(each) for _ in traces], axis=1)) for _ in own]
+        [served.Outcome(*np.concatenate([next(each) for _ in traces], axis=1)) for _ in own]
         for own in policies
     ]

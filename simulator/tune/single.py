@@ -13,19 +13,9 @@ from policies.lengths.llamacpp import LlamaCppDraft
 from simulator.bootstrap import CONFIDENCE, resamples
 from simulator.pricing import autoregressive
 from simulator.targets import Targets
+from simulator.tune import gains
 from simulator.tune.costs import longest_draft, price_grid
 from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, check_settings
-from simulator.tune.gains import (
-    MISSED,
-    OFF,
-    ON,
-    Objective,
-    can_hold_back,
-    choose,
-    cross_fitted,
-    folds,
-    to_deploy,
-)
 from simulator.tune.served import SEARCH_CONFIDENCE
 from simulator.tune.settings import (
     Gain,
@@ -192,26 +182,9 @@ def _tuned(
     """Return the setting that drafts least of those that the best does not beat beyond its
     interval.
 
-    Settings that draft past the recorded tails are left out.
-
-    Parameters
-    ----------
-    default:
-        The engine's default setting.  ``default_gain`` is over it, with no longer drafts than the
-        recorded ones.
-    first:
-        Output position that decoding begins at, see `traces.replay.rounds.RoundLog`.
-    off:
-        The advice if no setting gives a gain.
-    threshold:
-        The draft signal that the engine's threshold is compared with.
-    worked:
-        Adds to the rounds the passes that this engine makes for them; None: as replayed.
-
-    Raises
-    ------
-    DraftsimError
-        If the default, cut to the longest recorded draft, cannot be replayed.
+    `default` is the engine's own setting, `first` the output position that decoding begins at, and
+    `off` the advice if no setting gives a gain.  The engine compares the draft signal `threshold`.
+    `worked` adds to the rounds the passes that this engine makes for them.
     """
     tokens, bound = next(iter(default)), longest_draft(trace)
     most = math.inf if bound is None else bound
@@ -239,22 +212,26 @@ def _tuned(
     # A setting that misses targets which another one meets is no option.
     allowed = np.flatnonzero(meets[1:] if meets[1:].any() else ~meets[1:])
     weights = resamples(len(trace.requests), draws, seed)
-    objective = Objective(grid.tokens[1:][allowed], grid.seconds[1:][allowed], weights)
-    second = folds([r.category for r in trace.requests])
-    held_out = can_hold_back(second)
-    option = choose(objective)
-    halves = (choose(objective.on(~second)), choose(objective.on(second))) if held_out else None
+    objective = gains.Objective(grid.tokens[1:][allowed], grid.seconds[1:][allowed], weights)
+    second = gains.folds([r.category for r in trace.requests])
+    held_out = gains.can_hold_back(second)
+    option = gains.choose(objective)
+    halves = None
+    if held_out:
+        halves = gains.choose(objective.on(~second)), gains.choose(objective.on(second))
     best, at = ordered[allowed[option]], 1 + int(allowed[option])
     base = 1 + ordered.index(base_text)
 
     def over(k: int, confidence: float = CONFIDENCE) -> Gain:
         pair = grid.tokens[k], grid.seconds[k]
-        return cross_fitted(objective, second, pair, option, halves, confidence)
+        return gains.cross_fitted(objective, second, pair, option, halves, confidence)
 
     # As where settings are served: a gain beyond the search's interval, one prompt having none.
     low = over(0, SEARCH_CONFIDENCE)[1 if len(trace.requests) > 1 else 0]
     rates = grid.tokens.sum(axis=1) / grid.seconds.sum(axis=1)
-    deploy = to_deploy(low > 1, bool(meets[at]), bool(meets[0])) if reachable else MISSED
+    deploy = gains.MISSED
+    if reachable:
+        deploy = gains.to_deploy(low > 1, bool(meets[at]), bool(meets[0]))
     row = row_of(
         engine, grid, latency, setting=best, deploy=deploy, served_tok_s=None, gain=over(0),
         decode_tok_s=float(rates[at]), decode_gain=over(0), default=base_text,
@@ -268,10 +245,10 @@ def _tuned(
             f"the trace lacks the draft signal {threshold} (`draftsim profile` records it): "
             "no threshold was searched"
         )
-    if deploy == ON:
+    if deploy == gains.ON:
         warnings += summed_up([row])
         return Tuned(engine, asked[best], [row], warnings)
-    if deploy == OFF:
+    if deploy == gains.OFF:
         warnings.append(
             f"the best setting, {best}, gives {row['gain']:.3g}x no speculation "
             f"({rates[0]:.3g} tokens/s): {off}"

@@ -21,41 +21,8 @@ from simulator.executors import results_of
 from simulator.serving.run import Policy
 from simulator.serving.scenario import Scenario
 from simulator.targets import Targets
-from simulator.tune.costs import (
-    DEFAULT_LENGTHS,
-    RESTING,
-    PricedOptions,
-    default_contexts,
-    fixed_logs,
-    price_grid,
-    rising,
-)
+from simulator.tune import costs, gains, served
 from simulator.tune.formats import BY_BATCH, BY_LENGTH, CONTEXT_END, merged
-from simulator.tune.gains import (
-    DRAWS,
-    Against,
-    Objective,
-    Resampled,
-    can_hold_back,
-    cross_fitted,
-    folds,
-    resampled,
-    shared_by_neighbours,
-    to_deploy,
-)
-from simulator.tune.served import (
-    NO_SPECULATION,
-    Outcome,
-    Progress,
-    closed_load,
-    mended,
-    searched_rates,
-    served_each,
-    smoothed,
-    unbeaten,
-    untold,
-    within_reach,
-)
 from simulator.tune.settings import (
     Tuned,
     about_rising,
@@ -75,11 +42,11 @@ def tune_vllm(
     *,
     by_context: bool = False,
     contexts: Sequence[int] | None = None,
-    lengths: Sequence[int] = DEFAULT_LENGTHS,
+    lengths: Sequence[int] = costs.DEFAULT_LENGTHS,
     slo: Targets | None = None,
     draws: int = 1000,
     seed: int = 0,
-    progress: Progress = untold,
+    progress: served.Progress = served.untold,
 ) -> Tuned:
     """Search ``num_speculative_tokens_per_batch_size``: K by batch size.
 
@@ -126,63 +93,69 @@ def tune_vllm(
     """
     where: list[int | None] = [None]
     if by_context:
-        where = list(rising("contexts", contexts or default_contexts(latency, max(lengths))))
-    sizes = rising("batches", batches or latency.usual_batches)
-    plain, logs = fixed_logs(trace, sorted({0, *lengths}))
+        where = list(
+            costs.rising("contexts", contexts or costs.default_contexts(latency, max(lengths)))
+        )
+    sizes = costs.rising("batches", batches or latency.usual_batches)
+    plain, logs = costs.fixed_logs(trace, sorted({0, *lengths}))
     priced = [plain, *logs.values()]
     options = list(logs)
     weights = resamples(len(trace.requests), draws, seed)
-    second = folds([r.category for r in trace.requests])
-    held_out = can_hold_back(second)
-    loads = [closed_load(trace, b, slo, seed, latency) for b in sizes]
+    second = gains.folds([r.category for r in trace.requests])
+    held_out = gains.can_hold_back(second)
+    loads = [served.closed_load(trace, b, slo, seed, latency) for b in sizes]
     # At K = 0, too, the draft model of an engine that drafts elsewhere reads the prompts.
     drafting = [replace(s, limits=replace(s.limits, lookahead=max(options))) for s in loads]
-    policies = [Fixed(k) if k else RESTING for k in options]
+    policies = [Fixed(k) if k else costs.RESTING for k in options]
     lone = [(trace, policy, load) for load in drafting for policy in policies]
     plainly = [(trace, Autoregressive(), load) for load in loads]
 
-    def grids_of(targets: Targets | None) -> list[list[PricedOptions]]:
-        return [[price_grid(priced, latency, b, c, targets) for c in where] for b in sizes]
+    def grids_of(targets: Targets | None) -> list[list[costs.PricedOptions]]:
+        return [[costs.price_grid(priced, latency, b, c, targets) for c in where] for b in sizes]
 
     asked = [*dict.fromkeys((slo, None))]
     parts: list[Callable[[], Any]] = [partial(grids_of, one) for one in asked]
-    parts += served_each(latency, [*lone, *plainly])
+    parts += served.served_each(latency, [*lone, *plainly])
     found_parts = results_of(
         parts, trace.tokens * len(parts), progress=partial(progress, "serving every draft length")
     )
     priced_for = dict(zip(asked, found_parts, strict=False))
     outcomes = found_parts[len(asked) :]
-    off: list[Outcome] = outcomes[len(lone) :]
+    off: list[served.Outcome] = outcomes[len(lone) :]
     fixed = [outcomes[i : i + len(options)] for i in range(0, len(lone), len(options))]
-    targets = within_reach(slo, [[plain, *own] for plain, own in zip(off, fixed, strict=True)])
-    grids: list[list[PricedOptions]] = [priced_for[own][i] for i, own in enumerate(targets)]
-    alone = searched_rates(fixed, targets)
-    objectives = [[Objective(g.tokens[1:], g.seconds[1:], weights) for g in row] for row in grids]
-    served = [np.ones(len(options), bool) if by_context else unbeaten(r) for r in alone]
-    first = _choose(objectives, served)
+    targets = served.within_reach(
+        slo, [[plain, *own] for plain, own in zip(off, fixed, strict=True)]
+    )
+    grids: list[list[costs.PricedOptions]] = [priced_for[own][i] for i, own in enumerate(targets)]
+    alone = served.searched_rates(fixed, targets)
+    objectives = [
+        [gains.Objective(g.tokens[1:], g.seconds[1:], weights) for g in row] for row in grids
+    ]
+    good = [np.ones(len(options), bool) if by_context else served.unbeaten(r) for r in alone]
+    first = _choose(objectives, good)
 
     @cache
-    def together(ranges: str) -> list[Outcome]:
+    def together(ranges: str) -> list[served.Outcome]:
         policy = BatchTable(parse_json(ranges))
-        each = served_each(latency, [(trace, policy, load) for load in loads])
+        each = served.served_each(latency, [(trace, policy, load) for load in loads])
         told = partial(progress, "serving tables of draft lengths")
         return results_of(each, trace.tokens * len(each), progress=told)
 
-    def whole(table: Ints) -> list[Outcome]:
+    def whole(table: Ints) -> list[served.Outcome]:
         return together(json.dumps(table_rows(table, sizes, where, options)))
 
     def serve(table: Ints) -> Floats:
-        return np.concatenate(searched_rates([[own] for own in whole(table)], targets))
+        return np.concatenate(served.searched_rates([[own] for own in whole(table)], targets))
 
-    found = smoothed(mended(first, alone, serve), alone, serve)
+    found = served.smoothed(served.mended(first, alone, serve), alone, serve)
     table = found.table
     # What serving put in place of a choice, all prompts chose.
     kept = (table == first).all(axis=1)
     halves = [
-        _choose([[o.on(half) for o in row] for row in objectives], served)
+        _choose([[o.on(half) for o in row] for row in objectives], good)
         for half in (~second, second)
     ] if held_out else None  # fmt: skip
-    drawn = resampled(trace, second, DRAWS, seed)
+    drawn = gains.resampled(trace, second, gains.DRAWS, seed)
     own, rest = _on_draws(
         latency, drawn, loads, targets,
         [table_rows(np.where(kept[:, None], h, table), sizes, where, options)
@@ -195,15 +168,15 @@ def tune_vllm(
         told = None if halves is None or not kept[i] else (
             int(halves[0][i, j]), int(halves[1][i, j])
         )  # fmt: skip
-        chosen = cross_fitted(o, second, (grid.tokens[0], grid.seconds[0]), option, told)
-        against, now = Against(own[i], rest[i], drawn.told), whole(table)[i]
+        chosen = gains.cross_fitted(o, second, (grid.tokens[0], grid.seconds[0]), option, told)
+        against, now = gains.Against(own[i], rest[i], drawn.told), whole(table)[i]
         served_tok_s, share = now.mean(targets[i])
         row = row_of(
             "vllm", grid, latency, setting=f"K={options[option]}",
-            deploy=to_deploy(against.faster, now.meets(slo), off[i].meets(slo)),
+            deploy=gains.to_deploy(against.faster, now.meets(slo), off[i].meets(slo)),
             served_tok_s=served_tok_s, gain=against.gain,
             decode_tok_s=grid.batch * float(o.rates[option]), decode_gain=chosen,
-            default=NO_SPECULATION, default_gain=against.gain[0],
+            default=served.NO_SPECULATION, default_gain=against.gain[0],
             within_slo=share, outside=float(grid.outside[[0, 1 + option]].max()),
             held_out=told is not None,
         )  # fmt: skip
@@ -258,7 +231,7 @@ def by_length(found: Tuned) -> Tuned:
 
 
 def _on_draws(
-    latency: LatencyTable, drawn: Resampled, loads: Sequence[Scenario],
+    latency: LatencyTable, drawn: gains.Resampled, loads: Sequence[Scenario],
     targets: Sequence[Targets | None], tables: Sequence[list[list[int]]],
     progress: Callable[[int, int], None],
 ) -> tuple[Floats, Floats]:  # fmt: skip
@@ -273,7 +246,7 @@ def _on_draws(
         for trace, policy in zip(drawn.traces, policies, strict=True):
             short = replace(load, requests=max(len(trace.requests), 4 * load.limits.max_batch))
             runs += [(trace, policy, short), (trace, Autoregressive(), short)]
-    parts = served_each(latency, runs, replications=1)
+    parts = served.served_each(latency, runs, replications=1)
     outcomes = results_of(parts, sum(trace.tokens for trace, *_ in runs), progress=progress)
     rates = np.array([
         outcome.rates(targets[i // (2 * len(policies))])[0] for i, outcome in enumerate(outcomes)
@@ -282,13 +255,13 @@ def _on_draws(
     return found[..., 0], found[..., 1]
 
 
-def _choose(objectives: Sequence[Sequence[Objective]], served: Sequence[Bools]) -> Ints:
+def _choose(objectives: Sequence[Sequence[gains.Objective]], good: Sequence[Bools]) -> Ints:
     """Return the option of every batch and context, the same over ranges that one serves alike."""
     admissible = np.array([[o.admissible for o in row] for row in objectives])
-    both = admissible & np.array(served)[:, None]
-    allowed = np.where(both.any(axis=2, keepdims=True), both, np.array(served)[:, None])
-    by_batch = shared_by_neighbours(allowed)
-    by_context = shared_by_neighbours(np.swapaxes(by_batch, 0, 1))
+    both = admissible & np.array(good)[:, None]
+    allowed = np.where(both.any(axis=2, keepdims=True), both, np.array(good)[:, None])
+    by_batch = gains.shared_by_neighbours(allowed)
+    by_context = gains.shared_by_neighbours(np.swapaxes(by_batch, 0, 1))
     return np.asarray(np.swapaxes(by_context, 0, 1).argmax(axis=2))
 
 

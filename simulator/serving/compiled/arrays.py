@@ -255,7 +255,7 @@ def _priced(cost: EngineCost, most: int) -> LoopPrices:
         readers, np.concatenate([batches, widths, contexts]),
         np.cumsum([len(batches), *children]), np.concatenate([np.zeros(above), seconds]),
         np.array([np.pad(own, (0, longest - len(own)), "edge") for own in sums]),
-        np.array([cost.hosts.at(batch) for batch in range(most + 1)], HOST).view(np.recarray),
+        np.array([cost.host(batch) for batch in range(most + 1)], HOST).view(np.recarray),
         latency.grid("target", "forward").quickest_s, cost.always,
         cost.most_unread,
     )  # fmt: skip

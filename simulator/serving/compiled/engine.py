@@ -20,9 +20,9 @@ from policies.vectorised import plan_of
 from simulator.pricing import scalar_seconds
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
-from simulator.serving.cost import COMPOSED, ORIGINS, PLACES, Coverage, EngineCost, Span
+from simulator.serving.cost import COMPOSED, ORIGINS, PLACES, Coverage, EngineCost, covered
 from simulator.serving.outcome.metrics import COUNTS, CutOff, RunRecorder, Series
-from simulator.serving.routers import Idle
+from simulator.serving.routers import ReplicaLoad
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Continuous, Scheduler, StaticBatches
 from simulator.serving.sequence import (
@@ -77,7 +77,7 @@ def lengths_of(
 
 
 @dataclass(frozen=True, eq=False)
-class CompiledServing:
+class Serving:
     """A scenario under one policy: its engines, and the compiled loop if its rounds need no clock.
 
     Parameters
@@ -91,6 +91,8 @@ class CompiledServing:
         Requests that will arrive at all replicas together.
     advance:
         Called with the number of requests that have just left.
+    rng:
+        Generator of the scenario's router.
     """
 
     trace: Trace
@@ -101,6 +103,7 @@ class CompiledServing:
     lookahead: int
     expected: int
     advance: Callable[[int], None]
+    rng: np.random.Generator
 
     @property
     def skip(self) -> int:
@@ -165,29 +168,15 @@ class CompiledServing:
             )
         )  # fmt: skip
 
-    def compiled(
-        self, jobs: Iterator[Job], replicas: Sequence[int], rng: np.random.Generator,
-        marks: Mapping[int, float],
-    ) -> ServedLoad:  # fmt: skip
-        """Serve `jobs` by these replicas; the rest is as in `simulator.serving.run.Serving`.
 
-        Raises
-        ------
-        DraftsimError
-            If a draft leaves the recording, sizes are read that were never varied, or no request
-            can run.
-        """
-        return _Running(self, jobs, replicas, rng, marks).run()
-
-
-class _Running:
-    """A run under way."""
+class CompiledRun:
+    """A run of the compiled loop; the arguments are those of `simulator.serving.run.served_by`."""
 
     def __init__(
-        self, serving: CompiledServing, jobs: Iterator[Job], replicas: Sequence[int],
-        rng: np.random.Generator, marks: Mapping[int, float],
+        self, serving: Serving, jobs: Iterator[Job], replicas: Sequence[int],
+        marks: Mapping[int, float],
     ) -> None:  # fmt: skip
-        self._of, self._more, self._replicas, self._rng = serving, jobs, replicas, rng
+        self._of, self._more, self._replicas = serving, jobs, replicas
         self._scheduler, self._cost = serving.scheduler(), serving.cost()
         self._jobs: list[Job] = []
         self._advanced = 0
@@ -202,7 +191,11 @@ class _Running:
         self._list()
 
     def run(self) -> ServedLoad:
-        """Run the loop, and answer it where it asks."""
+        """Run the loop, and answer it where it asks.
+
+        Raises DraftsimError if a draft leaves the recording, sizes are read that were never varied,
+        or no request can run.
+        """
         from simulator.serving.compiled import loop  # loads the compiler
 
         engine, clock, latency = self._engine, self._engine.clock[0], self._of.latency
@@ -287,8 +280,8 @@ class _Running:
         if count > 1:
             chosen = -1
             if not router.reads_load and new:
-                unseen = [Idle()] * count
-                chosen = [router.choose(job.number, unseen, self._rng) for job in new]
+                unseen = [ReplicaLoad()] * count
+                chosen = [router.choose(job.number, unseen, serving.rng) for job in new]
         requests = arrays.requests_of(self._scheduler, serving.trace, new, serving.skip, chosen)
         if len(engine.requests):
             requests = np.concatenate([engine.requests, requests]).view(np.recarray)
@@ -303,11 +296,9 @@ class _Running:
 
     def _chosen(self, number: int) -> int:
         states = self._engine.replicas
-        loads = zip(
-            states.in_system.tolist(), (states.carried + states.tokens).tolist(), strict=True
-        )
-        router = self._of.scenario.router
-        return router.choose(number, [Idle(*load) for load in loads], self._rng)
+        held = (states.carried + states.tokens).tolist()
+        loads = list(map(ReplicaLoad, states.in_system.tolist(), held))
+        return self._of.scenario.router.choose(number, loads, self._of.rng)
 
     # --- out ---------------------------------------------------------------------------
 
@@ -371,15 +362,9 @@ class _Running:
             phases = self._cost.phases.get(place)
             for origin, sizes in zip(ORIGINS, by_origin, strict=True):
                 if phases is not None and sizes.passes:
-                    yield _covered(phases, origin, sizes)
+                    yield covered(phases, origin, sizes.tolist())
         if composed[0].passes:
-            yield _covered(("target", "mixed"), COMPOSED, composed[0])
-
-
-def _covered(phases: tuple[str, str], origin: str, sizes: Any) -> Coverage:
-    passes, *ends = sizes.tolist()
-    spans = [Span(low, high) for low, high in zip(ends[::2], ends[1::2], strict=True)]
-    return Coverage(*phases, origin, passes, *spans)
+            yield covered(("target", "mixed"), COMPOSED, composed[0].tolist())
 
 
 def _marks(marks: Mapping[int, float], marked: tuple[int, int]) -> Any:

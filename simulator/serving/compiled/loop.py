@@ -3,7 +3,7 @@
 `run` does what `simulator.serving.run.EventEngine`, `simulator.serving.source.RequestSource` and
 `simulator.serving.scheduler` do with SimPy's events, in their order; `iteration_s` does what
 `simulator.serving.cost` does.  Those say why; the tests hold the two together to 1e-9.  All
-functions stand in one file because numba's cache on disk notices changes of this file alone.
+functions are in one file because numba's cache on disk notices changes of this file alone.
 """
 
 from __future__ import annotations
@@ -868,14 +868,6 @@ def prefilled(engine: Arrays, r: int, at: int) -> None:
 
 
 @jit
-def end(engine: Arrays, r: int) -> None:
-    """End a replica, which serves no request any more."""
-    state = engine.replicas[r]
-    state.ended, state.at_s = True, math.inf
-    engine.clock[0].alive -= 1
-
-
-@jit
 def run(engine: Arrays) -> tuple[int, int]:
     """Let time pass: why it stopped, and the request that it is about."""
     clock, limits, replicas = engine.clock[0], engine.limits, engine.replicas
@@ -901,7 +893,8 @@ def run(engine: Arrays) -> tuple[int, int]:
             if why >= 0:
                 return LOST, why
             if why == OVER:
-                end(engine, r)
+                state.ended = True
+                clock.alive -= 1
             state.idle = why == SLEEPS
             continue
         if not clock.alive:

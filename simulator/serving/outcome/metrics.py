@@ -18,7 +18,6 @@ from simulator.serving.sequence import Slot
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 COMPARED = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 """Quantiles that predicted and measured requests are compared at."""
-NOTHING = {"mean": math.nan, **dict.fromkeys(QUANTILES, math.nan)}
 
 
 def summary(values: Floats, quantiles: Mapping[str, float] = QUANTILES) -> dict[str, float]:
@@ -86,7 +85,7 @@ class Histogram:
     def summary(self) -> dict[str, float]:
         """As `summary`, of everything counted."""
         if not self.count:
-            return dict(NOTHING)
+            return summary(np.empty(0))
         bins = sorted(self._bins.items())
         below = np.cumsum([n for _, n in bins])
         result = {"mean": self.total / self.count}
@@ -115,9 +114,7 @@ class Series:
 
     @classmethod
     def of(cls, sums: Floats, interval_s: float, integral: float) -> Series:
-        """Return a series with these integrals over its intervals, which are as long, and over
-        all.
-        """
+        """Return a series with these integrals over its intervals, all as long, and over all."""
         series = cls(len(sums))
         series._sums, series.interval_s, series.integral = sums, interval_s, integral
         return series
@@ -295,9 +292,7 @@ class RunRecorder:
 
 
 def joined_recorders(recorders: Sequence[RunRecorder]) -> RunRecorder:
-    """Return the records of replicas that saw the same window, as one; requests in order of
-    finishing.
-    """
+    """Return the records of replicas that saw the same window as one, in order of finishing."""
     first = recorders[0]
     joined = RunRecorder(
         first.skip, first.expected, requests=_requests([r.requests for r in recorders]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from simulator.bootstrap import half_width
 from simulator.serving.cost import Coverage
 from simulator.serving.outcome.metrics import CutOff, RunRecorder, joined_recorders, summary
 from simulator.serving.scenario import Scenario
@@ -22,15 +24,11 @@ TOTALS = {
 
 def t_interval(values: Any, confidence: float = 0.95) -> tuple[float, float, float]:
     """Return the mean and t interval of independent `values`; NaN bounds for fewer than two."""
-    from scipy.special import stdtrit
-
     values = np.asarray(values, dtype=float)
     mean = float(values.mean())
     if len(values) < 2:
         return mean, float("nan"), float("nan")
-    half = float(
-        stdtrit(len(values) - 1, 0.5 + confidence / 2) * values.std(ddof=1) / np.sqrt(len(values))
-    )
+    half = half_width(values, confidence) / math.sqrt(len(values))
     return mean, mean - half, mean + half
 
 
@@ -109,9 +107,7 @@ class Run:
         return pd.DataFrame(self.columns())
 
     def columns(self, measured: bool = False) -> dict[str, Any]:
-        """Return the columns of `requests` as arrays; with `measured` without those of the
-        warm-up.
-        """
+        """Return the columns of `requests` as arrays, if `measured` without the warm-up."""
         own = {name: np.array(values) for name, values in self.recorder.requests.items()}
         if measured:
             kept = own["index"] >= self.recorder.skip

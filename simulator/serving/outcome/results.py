@@ -259,9 +259,7 @@ def _digest(text: bytes) -> bytes:
 
 
 def flat(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return the rows with what they hold in tables of their own as columns, ``ttft_s_mean`` and so
-    on.
-    """
+    """Return the rows with nested values as columns, ``ttft_s_mean`` and so on."""
     parts = [{**plain(row), "unpriced": ", ".join(row.get("unpriced", ()))} for row in rows]
     return pd.json_normalize(parts, sep="_")
 
@@ -276,10 +274,7 @@ def write_table(
 
     The header says whether the run that made them came to its end.
 
-    Raises
-    ------
-    FileError
-        If the file cannot be written there.
+    Raises FileError if the file cannot be written there.
     """
     table = pa.Table.from_pandas(flat(rows), preserve_index=False)
     write_file(path, "serve", table, {"complete": complete, "meta": dict(meta or {})})

@@ -29,9 +29,7 @@ FIRST = {DEVICES: 100, REQUESTS: 10_000}
 
 
 def verdict(outcome: Round) -> str:
-    """Return a draft's result in words; Perfetto colours by the words, whatever the numbers in
-    them.
-    """
+    """Return a draft's result in words, by which Perfetto colours, whatever their numbers."""
     drafted, accepted = outcome.drafted, outcome.accepted
     if not drafted:
         return "no draft"
@@ -97,9 +95,7 @@ class Timeline:
     def round(
         self, index: int, start_s: float, seconds: float, outcome: Round, wasted: int
     ) -> None:
-        """Note that a request drafted and verified, or decoded plainly; `wasted` drafts are now
-        lost.
-        """
+        """Note that a request drafted and verified, or decoded; `wasted` drafts are now lost."""
         self.request(
             index, start_s, seconds, verdict(outcome), drafted=outcome.drafted,
             accepted=outcome.accepted, emitted=outcome.emitted, wasted=wasted,
