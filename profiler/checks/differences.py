@@ -245,11 +245,11 @@ class Texts:
     Parameters
     ----------
     outputs:
-        Token ids by arm and request; an arm that is not in it decoded no text of its own.
+        Token ids by policy and request; a policy that is not in it decoded no text of its own.
     dtype:
         Number format that the models ran in.
     learners:
-        Arms whose policy remembers earlier requests.
+        Policies that remember earlier requests.
     """
 
     def __init__(
@@ -261,9 +261,9 @@ class Texts:
         self.diverged = {name: divergences(trace, own, self.dtype) for name, own in outputs.items()}
         found = {i for own in self.diverged.values() for i in own}
         self.left_out = found if len(found) < count else set()
-        """Requests whose seconds are compared under no arm, so that all arms are of the same texts.
+        """Requests whose seconds are compared under no policy, so that all are of the same texts.
 
-        Where every request diverged under some arm none would remain, and none is left out.
+        Where every request diverged under some policy none would remain, and none is left out.
         """
 
     def times(self, times: pd.DataFrame) -> pd.DataFrame:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from profiler.engines.bench import Bench, Cell, EngineGrid, Sample
+from profiler.engines.cells import Cell, CellTimer, EngineGrid, Sample
 from profiler.engines.engine import Engine
 from traces.latency.schema import CELL_COLUMNS, graphs_of
 from traces.latency.table import LatencyTable
@@ -268,7 +268,7 @@ class _Measured:
         self, engine: Engine, grid: EngineGrid, seed: int, kept: Checkpoint | None
     ) -> None:
         self.grid, self.meta, self._kept = grid, engine.meta, kept
-        self._bench, self._rng = Bench(engine, seed), np.random.default_rng(seed)
+        self._timer, self._rng = CellTimer(engine, seed), np.random.default_rng(seed)
         self.samples: dict[Cell, list[Sample]] = {}
         self._took_s: dict[int, float] = {}
         self._warm = engine.meta["device"] == "cpu"
@@ -279,7 +279,7 @@ class _Measured:
         if found is None:
             self.warm_up()
             began = time.perf_counter()
-            found = self._bench.block(cells, self.grid.steps)
+            found = self._timer.block(cells, self.grid.steps)
             self._took_s[cells[0].batch] = (time.perf_counter() - began) / len(cells)
             self._store(name, found)
         return found
@@ -291,7 +291,7 @@ class _Measured:
         """
         if not self._warm:
             for block in self.grid.blocks():
-                self._bench.block(block, 1)
+                self._timer.block(block, 1)
             self._warm = True
 
     def _restored(self, name: str) -> dict[Cell, list[Sample]] | None:

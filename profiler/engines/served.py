@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 
 from policies.json_text import parse_json
-from profiler.engines.bench import Control
+from profiler.engines.cells import Control
 from profiler.engines.drafts import Forced
 from profiler.engines.engine import Server
 from profiler.engines.notes import EngineLog, LogReader

@@ -264,7 +264,7 @@ def unfinished(unit: Unit | None) -> bool:
     return unit is None or bool(unit.get("unfinished"))
 
 
-class Ledger:
+class Units:
     """Finished units of a stage, so that a stopped stage continues with the next unit.
 
     `units` are those that the stage's folder holds (`join`), those of a stopped run, and those

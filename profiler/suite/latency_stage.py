@@ -16,7 +16,7 @@ import torch
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import compiler_missing
 from profiler.suite import COMPILED, KERNELS, MODES
-from profiler.suite.environment import Account, Ledger, Workplace, unfinished
+from profiler.suite.environment import Account, Units, Workplace, unfinished
 from profiler.suite.pair import FULL, QUICK, RANKS, PairMeasurement, profile_rounds, table_of
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -45,10 +45,10 @@ def run_latency(
     how = modes_here(place, modes, account)
     units = {p.name: [f"{p.name}.{mode}" for mode in how] for p in chosen}
     asked = {name for names in units.values() for name in names}
-    ledger = Ledger(place, "latency")
-    ledger.join(asked, "cells", lambda: _rows(place))
-    todo = [p for p in chosen if any(unfinished(ledger.get(name)) for name in units[p.name])]
-    with account.closing(lambda: _write(place, ledger, account)):
+    finished = Units(place, "latency")
+    finished.join(asked, "cells", lambda: _rows(place))
+    todo = [p for p in chosen if any(unfinished(finished.get(name)) for name in units[p.name])]
+    with account.closing(lambda: _write(place, finished, account)):
         for i, pair in enumerate(todo):
             share = place.left * weight(pair) / sum(weight(other) for other in todo[i:])
             if place.left < (0 if place.quick else 10):
@@ -57,18 +57,18 @@ def run_latency(
             if (models := build_or_none(place, pair, account)) is None:
                 continue
             try:
-                _measure_pair(place, pair, models, share, ledger, how)
+                _measure_pair(place, pair, models, share, finished, how)
             finally:
                 for name in units[pair.name]:
-                    _judge(account, name, ledger.get(name))
+                    _judge(account, name, finished.get(name))
             if profile and pair.draft is not None:
                 _profile(place, pair, models, how, account)
             del models
             place.unsettle()
-            _write(place, ledger, account)
-        if not asked & set(ledger.units):
+            _write(place, finished, account)
+        if not asked & set(finished.units):
             raise DraftsimError("nothing was measured: " + "; ".join(account.notes))
-    ledger.close(account)
+    finished.close(account)
     return account
 
 
@@ -163,7 +163,7 @@ def weight(pair: PairShape) -> float:
 
 
 def _measure_pair(
-    place: Workplace, pair: PairShape, models: tuple[Any, Any], share: float, ledger: Ledger,
+    place: Workplace, pair: PairShape, models: tuple[Any, Any], share: float, finished: Units,
     how: Sequence[str],
 ) -> None:  # fmt: skip
     """Measure all modes rank by rank, so that every mode has its important parts first."""
@@ -171,7 +171,7 @@ def _measure_pair(
     plan = QUICK if place.quick else FULL
     modes = {
         mode: PairMeasurement(place, pair, mode, models, plan, begin + share, kept)
-        for mode in how if unfinished(kept := ledger.get(f"{pair.name}.{mode}"))
+        for mode in how if unfinished(kept := finished.get(f"{pair.name}.{mode}"))
     }  # fmt: skip
     spent = dict.fromkeys(modes, 0.0)
     for rank in RANKS:
@@ -184,7 +184,7 @@ def _measure_pair(
                 # Also where the driver took no more work: what was measured before stands.
                 spent[mode] += time.monotonic() - now
                 unit = {**measured.unit(), "seconds": spent[mode]}
-                ledger.put(f"{pair.name}.{mode}", unit)
+                finished.put(f"{pair.name}.{mode}", unit)
     for mode, measured in modes.items():
         off = 100 * measured.unit()["random_error"].get("median", float("nan"))
         left = [name for name in measured.unfinished if name not in measured.failed]
@@ -213,15 +213,15 @@ def write_table(
     write_latency(LatencyTable(table_of(rows), meta), place.out / file)
 
 
-def _write(place: Workplace, ledger: Ledger, account: Account) -> None:
+def _write(place: Workplace, finished: Units, account: Account) -> None:
     rows = [
-        row for name, unit in ledger.units.items()
+        row for name, unit in finished.units.items()
         for row in named(unit["cells"], *name.rsplit(".", 1))
     ]  # fmt: skip
     if rows:
         shapes = {p.name: shapes_of(p) for p in chosen_pairs(None, place.quick)}
         write_table(place, rows, shapes, "latency.parquet")
-    ledger.write(account, "cells")
+    finished.write(account, "cells")
 
 
 def shapes_of(pair: PairShape) -> dict[str, Any]:

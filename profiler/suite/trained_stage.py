@@ -44,7 +44,7 @@ from profiler.suite.checks import (
 )
 from profiler.suite.environment import (
     Account,
-    Ledger,
+    Units,
     Workplace,
     unfinished,
     write_results,
@@ -128,7 +128,7 @@ def run_trained(
     stage.keep(training=record, categories=sorted({p.category for p in texts}))
     with account.closing(stage.keep):
         stage.run()
-    stage.ledger.close(account)
+    stage.finished.close(account)
     return account
 
 
@@ -141,7 +141,7 @@ class _Stage:
     ) -> None:  # fmt: skip
         self.place, self.account, self.pair, self.prompts = place, account, pair, prompts
         self.shape, self.drafters, self.chat = shape, drafters, chat
-        self.ledger = Ledger(place, "trained", pair=shape.name)
+        self.finished = Units(place, "trained", pair=shape.name)
         self.left_out: list[str] = []
         self.results: dict[str, Any] = {"stage": "trained", "meta": place.meta()}
 
@@ -158,7 +158,7 @@ class _Stage:
         """Return a part's results, from now or before; empty if it failed, is late or lacks its
         input.
         """
-        if (unit := self.ledger.get(name)) is not None and not unfinished(unit):
+        if (unit := self.finished.get(name)) is not None and not unfinished(unit):
             return unit
         if needs is None:
             self.account.fail(name, "the recording that it needs failed")
@@ -173,13 +173,13 @@ class _Stage:
             self.account.fail(name, error)
             self.place.release()
             return {}
-        self.ledger.put(name, unit)
+        self.finished.put(name, unit)
         return unit
 
     def recorded(self, name: str, settings: Settings, share: float) -> Trace | None:
         """Record and write a trace; a finished one keeps its length, another gets longer."""
-        place, ledger = self.place, self.ledger
-        done = (ledger.get(name) or {"recorded": 0})["recorded"]
+        place, finished = self.place, self.finished
+        done = (finished.get(name) or {"recorded": 0})["recorded"]
         enough = min(ENOUGH, len(self.prompts))
         some = self.prompts[:done] if done >= enough else self.prompts
         until = time.monotonic() + min(share, place.left) if done < enough else float("inf")
@@ -190,7 +190,7 @@ class _Stage:
             place.release()
             return None
         count = len(trace.requests)
-        ledger.put(name, {"recorded": count})
+        finished.put(name, {"recorded": count})
         kept = write_within(trace, place.out / FILES[name])
         if count < enough:
             self.account.late[name] = f"{count} of {enough} prompts, no time left"

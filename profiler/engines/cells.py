@@ -1,6 +1,6 @@
 """Cells of an engine's latency table: the grid of sizes, and the iterations timed at each.
 
-`Bench` puts an engine into the state of a cell and times iterations there, with a control load.
+`CellTimer` puts an engine into the state of a cell and times iterations there, with a control load.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Control:
         return time.perf_counter() - began
 
 
-class Bench:
+class CellTimer:
     """Measures cells of one engine."""
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
@@ -349,7 +349,7 @@ class Bench:
             pass
 
     def _add(self, prompt: int, tokens: int) -> str:
-        name = f"{next(self._numbers)}/bench"
+        name = f"{next(self._numbers)}/cell"
         ids = self._rng.integers(FIRST_ID, self.engine.vocabulary, prompt).tolist()
         self.engine.add(name, ids, tokens)
         return name
