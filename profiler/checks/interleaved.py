@@ -62,9 +62,7 @@ class CheckWork(ABC):
     units: Sequence[Any]
 
     def size(self, unit: Any) -> int:
-        """Return requests decoded together: units of one size warm up, rotate and learn by
-        themselves.
-        """
+        """Return requests decoded together; units of one size warm up, rotate and learn apart."""
         del unit
         return 1
 
@@ -85,8 +83,7 @@ class CheckWork(ABC):
         """Run a unit under a policy with the state `learnt`, which is not changed."""
 
     def relearnt(self, done: UnitRun, run: Any, learnt: Any, policy: bool) -> Any:
-        """Return the state after a run of an earlier call that began with `learnt`, which is not
-        changed.
+        """Return the state after a run of an earlier call that began with `learnt` (not changed).
 
         With `policy`, a policy that learns across units runs the unit again.
         """

@@ -159,8 +159,7 @@ class Measured:
 class DraftModel:
     """Opens requests of a trace with both models of a pair (`Opener`).
 
-    ``forced`` takes drafts and verdicts from the trace instead of the models (see
-    `profiler.decoding.forced`).  ``runner`` makes a model's runner for a number of slots.
+    ``forced`` is that of `run_requests`; ``runner`` makes a model's runner for a number of slots.
     """
 
     def __init__(
@@ -288,9 +287,8 @@ def real_run(
 ) -> RealRun:  # fmt: skip
     """Return the rounds and outputs of a run with a lossy rule.
 
-    ``greedy`` is the recording of the target's own outputs, which may hold more requests;
-    ``answers`` holds the numbers that solve requests, by id
-    (`profiler.checks.differences.answers_to`).
+    ``greedy`` is the recording of the target's own outputs, which may hold more requests; `answers`
+    are those of `profiler.checks.differences.answers_to`.
     """
     place = {request.id: i for i, request in enumerate(greedy.requests)}
     log = measured.logs[run.label]

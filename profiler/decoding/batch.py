@@ -78,10 +78,6 @@ class Stream(Emitting, Member):
         self.extend(tokens[: accepted + 1])
 
 
-Spans = Sequence[tuple[int, int]]
-"""Per cache row the positions (start, stop) of the tokens to feed; (0, 0) feeds none."""
-
-
 class BatchVerdict(NamedTuple):
     """The result of a verification for one sequence."""
 
@@ -166,7 +162,8 @@ class BatchedDecoder:
             self._tokens[0, spans[0][1]] = step.picks[0]
         else:
             stops = self._spans[:, 1]  # of this pass; 0 where nothing was fed
-            self._write(torch.where(stops > 0, stops, self._scratch), step.picks)
+            slots = torch.where(stops > 0, stops, self._scratch)
+            self._tokens[self._rows[: len(slots)], slots] = step.picks
         tokens = []
         for s in active:
             s.in_draft = s.known + len(s.draft)
@@ -212,7 +209,8 @@ class BatchedDecoder:
             self._tokens[0, slots[0]] = self._picks[0, columns[0]]
             return rounds
         places = _on_device([slots, columns], self._picks.device)  # (2, batch)
-        self._write(places[0], self._picks.gather(1, places[1][:, None])[:, 0])
+        own = self._picks.gather(1, places[1][:, None])[:, 0]
+        self._tokens[self._rows[: len(own)], places[0]] = own
         return rounds
 
     @torch.inference_mode()
@@ -231,12 +229,12 @@ class BatchedDecoder:
         self.streams = staying
 
     def _pass(
-        self, model: Runner, spans: Spans, *, keep: int = 0, first: int = 0
+        self, model: Runner, spans: Sequence[tuple[int, int]], *, keep: int = 0, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Feed the known tokens at `spans`; returns them (rows, width) and the logits.
+        """Feed the known tokens at `spans`; return them (rows, width) and the logits.
 
-        With ``keep=1`` every row's last token stands in the last column, else its first
-        in the first.
+        A span has a cache row's positions (start, stop); (0, 0) feeds none.  With ``keep=1`` every
+        row's last token is in the last column, else its first in the first.
         """
         width = max(stop - start for start, stop in spans)
         if len(spans) == 1 and first == 0:
@@ -248,15 +246,11 @@ class BatchedDecoder:
         visible = max(stop for _, stop in spans)
         return fed, model.forward_batch(fed, positions, visible, first=first, keep=keep)
 
-    def _write(self, slots: Tensor, tokens: Tensor) -> None:
-        """Put one token per row at its position, both (rows,)."""
-        self._tokens[self._rows[: len(slots)], slots] = tokens
-
 
 def span_positions(spans: Tensor, columns: Tensor, right: bool) -> Tensor:
     """Return positions (rows, width) of tokens that `spans` (rows, 2) feed, -1 where there is none.
 
-    `columns` counts 0 to width - 1; a row's tokens stand at the right end or the left.
+    `columns` counts 0 to width - 1; a row's tokens are at the right end or the left.
     """
     starts, stops = spans[:, :1], spans[:, 1:]
     positions = columns + (stops - len(columns) if right else starts)
