@@ -175,8 +175,7 @@ class Repeats:
 
     Parameters
     ----------
-    share:
-        Runs made again per run, over all runs so far: the budget.
+    share: Runs made again per run, over all runs so far: the budget.
     """
 
     share: float = 0.5
@@ -225,13 +224,11 @@ class Machine:
 
     Parameters
     ----------
-    model, device:
-        The target, and where it runs.
+    model, device: The target, and where it runs.
 
     Attributes
     ----------
-    taken:
-        Seconds of the reference work, every time it was done.
+    taken: Seconds of the reference work, every time it was done.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:

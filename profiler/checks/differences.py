@@ -240,12 +240,9 @@ class Texts:
 
     Parameters
     ----------
-    outputs:
-        Token ids by policy and request; a policy that is not in it decoded no text of its own.
-    dtype:
-        Number format that the models ran in.
-    learners:
-        Policies that remember earlier requests.
+    outputs: Token ids by policy and request; a policy that is not in it decoded no text of its own.
+    dtype: Number format that the models ran in.
+    learners: Policies that remember earlier requests.
     """
 
     def __init__(

@@ -383,11 +383,8 @@ def run_batches(
     again, and with `in_time` as many groups are run as there is time for (`run_interleaved`).
     ``runner`` makes a model's runner for a number of slots and of sequences.
 
-    Raises
-    ------
-    DraftsimError
-        If a batch size is below 1, or the trace was sampled or has no prompts (and the run is
-        not forced).
+    Raises DraftsimError if a batch size is below 1, or the trace was sampled or has no prompts (and
+    the run is not forced).
     """
     if bad := [b for b in batches if b < 1]:
         raise DraftsimError(f"batch is {bad[0]}, expected at least 1")

@@ -30,16 +30,11 @@ class Stream(Emitting, Member):
 
     Parameters
     ----------
-    request:
-        The number it is reported under.
-    prompt:
-        (prompt_tokens,) token ids.
-    max_new_tokens:
-        Output limit.
-    eos:
-        Ids that end the output.
-    run_lengths:
-        Known matches ahead of each output position, for the oracle policy.
+    request: The number it is reported under.
+    prompt: (prompt_tokens,) token ids.
+    max_new_tokens: Output limit.
+    eos: Ids that end the output.
+    run_lengths: Known matches ahead of each output position, for the oracle policy.
     """
 
     def __init__(
@@ -99,8 +94,7 @@ class BatchedDecoder:
     ----------
     target, draft:
         Runners over a shared vocabulary; they hold as many sequences as either has room for.
-    watch_eos:
-        Stop drafting at a drafted EOS, which makes the host wait for every draft step.
+    watch_eos: Stop drafting at a drafted EOS, which makes the host wait for every draft step.
     """
 
     def __init__(self, target: Runner, draft: Runner, *, watch_eos: bool = True) -> None:
@@ -120,10 +114,8 @@ class BatchedDecoder:
     def admit(self, newcomers: Sequence[Stream]) -> None:
         """Prefill both models for `newcomers` together and emit each one's first token.
 
-        Raises
-        ------
-        DraftsimError
-            If there is no room, a prompt is empty or does not fit, or a model gives NaN.
+        Raises DraftsimError if there is no room, a prompt is empty or does not fit, or a model
+        gives NaN.
         """
         first, count = len(self.streams), len(newcomers)
         if first + count > self.size:

@@ -57,16 +57,12 @@ class EngineGrid:
     ----------
     batches, widths, contexts:
         Sizes of decoding: sequences, tokens per sequence, tokens in the cache.
-    prompts:
-        (count, tokens each) of prompts alone.
-    beside_batches, beside_widths, beside_prompts:
-        Decoding sequences, their width and the prompt's tokens where both share a pass, at
-        the middle context.
-    sweeps:
-        Times that everything is measured, in a fresh order each time.
-    steps:
-        Timed iterations of a decoding cell per sweep.  Cells of prompts have half as many, those of
-        large prompts and mixed passes have one.
+    prompts: (count, tokens each) of prompts alone.
+    beside_batches, beside_widths, beside_prompts: Decoding sequences, their width and the prompt's
+        tokens where both share a pass, at the middle context.
+    sweeps: Times that everything is measured, in a fresh order each time.
+    steps: Timed iterations of a decoding cell per sweep.  Cells of prompts have half as many, those
+        of large prompts and mixed passes have one.
     held_out:
         A held-out batch or width is added to the grid from this relative error of interpolation on.
     """
@@ -195,7 +191,6 @@ class Noise(DraftSource):
         self._rng = np.random.default_rng(seed)
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
-        """Return endless drafts of random tokens."""
         return CountedDrafts(request, len(output), self._ids)
 
     def _ids(self, count: int) -> list[int]:
@@ -209,8 +204,7 @@ class Control:
 
     Parameters
     ----------
-    device:
-        "cpu", or the name of a GPU (``Engine.meta["device"]``).
+    device: "cpu", or the name of a GPU (``Engine.meta["device"]``).
     """
 
     def __init__(self, device: str = "cpu") -> None:

@@ -86,12 +86,9 @@ class Forced(DraftSource):
 
     Parameters
     ----------
-    trace:
-        The acceptance to follow.
-    texts:
-        By sequence, the tokens that the engine emits on its own (`profiler.engines.texts`).
-    vocabulary:
-        Number of token ids of the engine's model.
+    trace: The acceptance to follow.
+    texts: By sequence, the tokens that the engine emits on its own (`profiler.engines.texts`).
+    vocabulary: Number of token ids of the engine's model.
     """
 
     def __init__(self, trace: Trace, texts: Mapping[int, Sequence[int]], vocabulary: int) -> None:
@@ -162,10 +159,8 @@ class LookedUp(DraftSource):
 
     Parameters
     ----------
-    source:
-        One of `traces.sources.lookups.sources`.
-    eos:
-        Ids never drafted.
+    source: One of `traces.sources.lookups.sources`.
+    eos: Ids never drafted.
     """
 
     def __init__(self, source: LookupSource, eos: frozenset[int] = frozenset()) -> None:
@@ -174,7 +169,6 @@ class LookedUp(DraftSource):
         self._served: list[ServedRequest] = []
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
-        """Search what was served so far."""
         return _Found(request, output, self.source.lookup(self.eos, lambda: self._served))
 
     def close(self, request: Asked, output: Sequence[int]) -> None:
@@ -192,7 +186,6 @@ class EngineDrafts(DraftSource):
     signals: frozenset[str] = frozenset()
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
-        """Return as many drafts as the request has room for."""
         return CountedDrafts(request, len(output))
 
 
@@ -208,16 +201,13 @@ class CountedDrafts(Drafts):
 
     @property
     def remaining(self) -> int:
-        """Output tokens to the limit."""
         return max(self._limit - self.position, 0)
 
     @property
     def load(self) -> Load:
-        """Load of a batch with this request alone."""
         return Load(1, self._prompt + self.position)
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return a token that is not known."""
         return RecordedToken(UNKNOWN)
 
     def ids(self, draft: Sequence[Any]) -> list[int]:
@@ -225,7 +215,6 @@ class CountedDrafts(Drafts):
         return self._ids(len(draft))
 
     def advance(self, emitted: Sequence[int]) -> None:
-        """Count the emitted tokens."""
         self.position += len(emitted)
 
 

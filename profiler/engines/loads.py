@@ -44,12 +44,9 @@ class RunningLoad:
 
     Parameters
     ----------
-    demand:
-        Requests to send.
-    prompts:
-        Prompts by sequence.
-    tenant:
-        The scheduler that takes its requests (`Engine.tenants`); the engine's own without one.
+    demand: Requests to send.
+    prompts: Prompts by sequence.
+    tenant: The scheduler that takes its requests (`Engine.tenants`); the engine's own without one.
     """
 
     def __init__(

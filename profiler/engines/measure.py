@@ -350,10 +350,8 @@ class BetweenTable(_Measured):
 
     Parameters
     ----------
-    grid:
-        Sizes that the engine can run.
-    kept:
-        Stores every block; blocks that it holds are not measured again.
+    grid: Sizes that the engine can run.
+    kept: Stores every block; blocks that it holds are not measured again.
     """
 
     def __init__(

@@ -194,12 +194,9 @@ class Clients:
 
     Parameters
     ----------
-    server:
-        One that has started.
-    trace:
-        Recording that decides what is accepted; requests are its prompts.
-    device:
-        Device of the server, whose speed a control load measures.
+    server: One that has started.
+    trace: Recording that decides what is accepted; requests are its prompts.
+    device: Device of the server, whose speed a control load measures.
     """
 
     def __init__(self, server: Server, trace: Trace, device: str) -> None:

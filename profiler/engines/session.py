@@ -57,10 +57,7 @@ def setup_from(text: str, *, longest: int) -> Setup:
     writes it, or your own class as ``FILE.py:Class[:key=value,...]`` or ``module.Class[:...]``.
     The source is a lookup, `ENGINE`, or `FORCED` followed by a file.
 
-    Raises
-    ------
-    DraftsimError
-        If the text is empty, or naming what is wrong with it.
+    Raises DraftsimError if the text is empty, or naming what is wrong with it.
     """
     policy, source = _given(text)
     try:
@@ -178,16 +175,11 @@ class Session:
 
     Parameters
     ----------
-    setup:
-        The policy, and where its drafts come from.
-    longest:
-        Most tokens of a draft.
-    vocabulary:
-        Size of the engine's vocabulary, used if the source does not know its own.
-    keep:
-        True if the streams of requests that ended are kept in `finished`.
-    booked:
-        True if the engine's records hold what was just sampled.
+    setup: The policy, and where its drafts come from.
+    longest: Most tokens of a draft.
+    vocabulary: Size of the engine's vocabulary, used if the source does not know its own.
+    keep: True if the streams of requests that ended are kept in `finished`.
+    booked: True if the engine's records hold what was just sampled.
     caller_name:
         Returns the name that a request's caller gave, from the one that the engine has for it.
     """
@@ -287,8 +279,7 @@ class Governed:
 
     Parameters
     ----------
-    longest, vocabulary, caller_name:
-        See `Session`.
+    longest, vocabulary, caller_name: See `Session`.
     """
 
     own_passes: ClassVar[bool] = False

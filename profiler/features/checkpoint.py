@@ -46,11 +46,8 @@ UNREAD = ("rotary_emb", "verifier_", "t2d", "mask_hidden")
 def read_drafter(folder: str | Path, target: Any) -> FeatureDrafter:
     """Return the drafter kept in `folder`, attached to `target`, in its dtype and on its device.
 
-    Raises
-    ------
-    DraftsimError
-        If the folder holds no drafter, its files contradict each other, its layer is of a kind
-        that is not read, or it was trained for another target.
+    Raises DraftsimError if the folder holds no drafter, its files contradict each other, its layer
+    is of a kind that is not read, or it was trained for another target.
     """
     where = Path(folder)
     config = _config(where)
@@ -247,20 +244,13 @@ def write_drafter(
 
     Parameters
     ----------
-    layout:
-        ``eagle``: EAGLE's repository, for eagle and eagle3.  ``speculators``: eagle3 and mtp.
-    dtype:
-        Number format of the weights.
-    embedding:
-        (vocab, hidden) of the target, kept as ``embed_tokens.weight``; readers that have the
+    layout: ``eagle``: EAGLE's repository, for eagle and eagle3.  ``speculators``: eagle3 and mtp.
+    dtype: Number format of the weights.
+    embedding: (vocab, hidden) of the target, kept as ``embed_tokens.weight``; readers that have the
         target do not need it.
-    target:
-        Name of the target, which a ``speculators`` file says.
+    target: Name of the target, which a ``speculators`` file says.
 
-    Raises
-    ------
-    DraftsimError
-        If the layout has no such drafter, or the folder cannot be written.
+    Raises DraftsimError if the layout has no such drafter, or the folder cannot be written.
     """
     refused = ("eagle", "mtp"), ("speculators", "eagle"), ("speculators", "p-eagle")
     if (layout, drafter.kind) in refused:

@@ -142,9 +142,7 @@ class FeatureDrafter(nn.Module, ABC):
         cache: with ``update(keys, values, layer)``, as transformers' caches.
         module: which of `modules_in_turn`.
 
-        Returns
-        -------
-        The head's input, and what replaces the next feature; (batch, entries, hidden) each.
+        Returns the head's input, and what replaces the next feature; (batch, entries, hidden) each.
         """
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,7 +213,6 @@ class EagleDrafter(FeatureDrafter):
         self, embedded: Tensor, fused: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None,
         cache: Any, module: int = 0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `FeatureDrafter.step`; the output is both."""
         states = self.fc(torch.cat([embedded, fused], -1))
         out: Tensor = self.layers[0](
             states, attention_mask=mask, position_embeddings=rotary, past_key_values=cache,
@@ -268,16 +265,11 @@ class Eagle3(FeatureDrafter):
 
     Parameters
     ----------
-    config:
-        Configuration of the layer.
-    draft_tokens:
-        Target ids that it can draft, ascending; None: all.
-    feature_layers:
-        Depths whose states it reads, ascending (see `default_depths`).
-    target_width:
-        Width of the target, where it is not the drafter's.
-    norm_before_residual, norm_before_fc:
-        Variants of the ``speculators`` format.
+    config: Configuration of the layer.
+    draft_tokens: Target ids that it can draft, ascending; None: all.
+    feature_layers: Depths whose states it reads, ascending (see `default_depths`).
+    target_width: Width of the target, where it is not the drafter's.
+    norm_before_residual, norm_before_fc: Variants of the ``speculators`` format.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -322,7 +314,6 @@ class Eagle3(FeatureDrafter):
 
     @property
     def feature_width(self) -> int:
-        """The width of all depths together."""
         return int(self.target_width) * len(self.feature_layers)
 
     @property
@@ -336,11 +327,9 @@ class Eagle3(FeatureDrafter):
         return out
 
     def target_ids(self, drafted: Tensor) -> Tensor:
-        """See `FeatureDrafter.target_ids`."""
         return drafted + self.d2t[drafted]
 
     def over_target(self, logits: Tensor) -> Tensor:
-        """See `FeatureDrafter.over_target`."""
         full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
         full[..., self.t2d] = logits
         return full
@@ -351,7 +340,6 @@ class Eagle3(FeatureDrafter):
         return found.masked_fill(tokens < 0, -1)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the three depths become one."""
         given = features.to(self.dtype)
         if self.input_norm is not None:
             given = self.input_norm(given)
@@ -362,7 +350,6 @@ class Eagle3(FeatureDrafter):
         self, embedded: Tensor, fused: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None,
         cache: Any, module: int = 0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `FeatureDrafter.step`."""
         out = self.midlayer(embedded, fused, rotary, mask, cache)
         return self.norm(out), out
 
@@ -402,7 +389,6 @@ class Mtp(FeatureDrafter):
         self, embedded: Tensor, fused: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None,
         cache: Any, module: int = 0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `FeatureDrafter.step`."""
         layer: Any = self.mtp_layers[module]
         both = torch.cat([layer.token_layernorm(embedded), layer.hidden_layernorm(fused)], -1)
         out: Tensor = layer(
@@ -442,5 +428,4 @@ class ParallelEagle3(Eagle3):
         return torch.where((tokens == MASK)[..., None], self.mask_token.to(known.dtype), known)
 
     def following(self, tokens: Tensor, fed_back: Tensor) -> tuple[Tensor, Tensor]:
-        """Return masks, whatever was drafted; see `FeatureDrafter.following`."""
         return torch.full_like(tokens, MASK), self.mask_state.to(fed_back).expand_as(fed_back)

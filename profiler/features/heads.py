@@ -122,10 +122,8 @@ class Adapter(nn.Module):
 
     Parameters
     ----------
-    layer:
-        The exit whose states it reads, 1 = after the first layer.
-    width, heads, head_dim:
-        Sizes of the target, whose rotary positions are used, too.
+    layer: The exit whose states it reads, 1 = after the first layer.
+    width, heads, head_dim: Sizes of the target, whose rotary positions are used, too.
     """
 
     def __init__(self, layer: int, width: int, heads: int, head_dim: int) -> None:
@@ -247,11 +245,8 @@ def save_module(module: nn.Module, target: Any, path: Path) -> None:
 def load_module(path: Path, target: Any, factory: type[nn.Module]) -> Any:
     """Return the module kept at `path`, in float32 on the target's device.
 
-    Raises
-    ------
-    DraftsimError
-        If the file is missing or damaged, or the module was trained for another target (told
-        by the weights in the precision it was trained in, else by the width).
+    Raises DraftsimError if the file is missing or damaged, or the module was trained for another
+    target (told by the weights in the precision it was trained in, else by the width).
     """
     try:
         with safe_open(path, "pt") as file:

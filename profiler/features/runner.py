@@ -47,9 +47,7 @@ class DrafterRunner:
         mask: (entries, start + entries) for trees; causal if None.
         positions: (entries,) for trees; slots if None.
 
-        Returns
-        -------
-        The head's input, and what replaces the next feature; (entries, hidden) each.
+        Returns the head's input, and what replaces the next feature; (entries, hidden) each.
         """
         stop = start + tokens.shape[0]
         self.cache.place(start, stop)
@@ -114,21 +112,14 @@ class Trees:
 
     Parameters
     ----------
-    runner:
-        With room for ``trees x topk`` entries a layer.
-    logits:
-        (trees, draft vocabulary) after the last entry of each.
-    feature:
-        (trees, hidden): the replacement of the next feature there.
-    at:
-        (trees,) the last entry of each.
-    sees:
-        (trees, path) entries that each follows.
+    runner: With room for ``trees x topk`` entries a layer.
+    logits: (trees, draft vocabulary) after the last entry of each.
+    feature: (trees, hidden): the replacement of the next feature there.
+    at: (trees,) the last entry of each.
+    sees: (trees, path) entries that each follows.
 
-    Raises
-    ------
-    DraftsimError
-        If the drafter knows fewer tokens than `topk`, or has modules that run in turn.
+    Raises DraftsimError if the drafter knows fewer tokens than `topk`, or has modules that run in
+    turn.
     """
 
     def __init__(
@@ -345,10 +336,8 @@ class DrawnDrafts:
 
     Parameters
     ----------
-    output:
-        The sampled tokens.
-    target:
-        (tokens, vocab) distributions that they were drawn from.
+    output: The sampled tokens.
+    target: (tokens, vocab) distributions that they were drawn from.
     """
 
     def __init__(
@@ -387,11 +376,9 @@ def verify_tree(
 
     The target's cache is compacted to the accepted path.
 
-    Returns
-    -------
-    The target's tokens after each token of the path, (path,), their states, (path, width), and
-    the path's places in the tree, the root's 0 first: its last token is the target's own, unless
-    the path ended with one of `eos`.
+    Returns the target's tokens after each token of the path, (path,), their states, (path, width),
+    and the path's places in the tree, the root's 0 first: its last token is the target's own,
+    unless the path ended with one of `eos`.
     """
     if cut is None:
         fed, mask, positions = last, None, None

@@ -133,7 +133,6 @@ class _Idle(Runner):
     def forward_batch(
         self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
     ) -> Tensor:
-        """Return some fixed rows, as many as asked for."""
         return self._rows[: tokens.shape[0], : keep or tokens.shape[1]]
 
 
@@ -260,7 +259,6 @@ class _Given(Runner):
         self, tokens: Tensor, start: int, *, keep: int = 0, mask: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the last `keep` rows."""
         return self.rows[-keep:]
 
 
@@ -279,18 +277,12 @@ def measure_rules(
 
     Parameters
     ----------
-    target, draft:
-        Runners over a shared vocabulary; their caches are overwritten.
-    drafted:
-        Drafted tokens per round, the ``new_tokens`` of the cells.
-    longest:
-        Tokens of the pair's longest draft.
-    repeats:
-        Timed repeats; within one the cells and families come in a fresh random order.
+    target, draft: Runners over a shared vocabulary; their caches are overwritten.
+    drafted: Drafted tokens per round, the ``new_tokens`` of the cells.
+    longest: Tokens of the pair's longest draft.
+    repeats: Timed repeats; within one the cells and families come in a fresh random order.
 
-    Returns
-    -------
-    Rows as in `traces.latency.schema.CELL_COLUMNS`, of the target, phases as in `RULES`.
+    Returns rows as in `traces.latency.schema.CELL_COLUMNS`, of the target, phases as in `RULES`.
     """
     room = min(target.cache.slots, target.max_positions, draft.cache.slots, draft.max_positions)
     counts = [n for n in drafted if n <= longest and 2 * n + 8 <= room]

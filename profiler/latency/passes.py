@@ -88,7 +88,6 @@ class BatchPasses(Passes):
             runner.cache.copy_row(0, row)
 
     def run(self, width: int, context: int, keep: int = 1) -> Callable[[], Any]:
-        """Return a pass of `width` tokens of every sequence."""
         runner, ids = self.runner, random_ids(self.runner, self.batch, width)
         places = torch.arange(context, context + width, device=runner.device).expand_as(ids)
         return lambda: runner.forward_batch(ids, places, context + width, keep=keep)

@@ -174,14 +174,10 @@ class Sweeps:
 
     Parameters
     ----------
-    blocks, device:
-        Blocks to time, and the device.
-    checkpoint:
-        Keeps every sweep; those it holds already count as done.
-    warmup:
-        Untimed calls of every cell before the first sweep.
-    check:
-        Called before every cell that is warmed up and every block; it may raise, and only whole
+    blocks, device: Blocks to time, and the device.
+    checkpoint: Keeps every sweep; those it holds already count as done.
+    warmup: Untimed calls of every cell before the first sweep.
+    check: Called before every cell that is warmed up and every block; it may raise, and only whole
         sweeps count.
     """
 

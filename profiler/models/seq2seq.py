@@ -130,15 +130,10 @@ class Seq2SeqRunner(Runner):
 
     Parameters
     ----------
-    model:
-        A Hugging Face encoder-decoder model in eval mode, attention ``sdpa``.
-    slots:
-        Capacity of the decoder's cache in tokens (start + output + drafts or branches).
+    model: A Hugging Face encoder-decoder model in eval mode, attention ``sdpa``.
+    slots: Capacity of the decoder's cache in tokens (start + output + drafts or branches).
 
-    Raises
-    ------
-    DraftsimError
-        If the decoder's positions cannot be set, which tree-masked passes need.
+    Raises DraftsimError if the decoder's positions cannot be set, which tree-masked passes need.
     """
 
     def __init__(self, model: Any, slots: int) -> None:
@@ -214,13 +209,11 @@ class Seq2SeqRunner(Runner):
     def forward_batch(
         self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
     ) -> Tensor:
-        """Refuse a batch: encoder-decoder models are decoded one request at a time."""
         raise DraftsimError(
             f"{type(self.model).__name__} is an encoder-decoder model: decode one request at a time"
         )
 
     def check_room(self, length: int, max_new_tokens: int) -> None:
-        """Raise DraftsimError unless a source of ``length`` tokens and its output fit."""
         check_room(self.model, length, max_new_tokens)
         room = self.cache.slots - int(self.prefix.shape[0])
         if max_new_tokens > room:

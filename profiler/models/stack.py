@@ -18,11 +18,8 @@ class LayerRunner(Runner):
     Works for decoders laid out as Llama, Mistral and Qwen are in transformers: an inner
     model with ``embed_tokens``, ``layers``, ``norm`` and ``rotary_emb``.
 
-    Raises
-    ------
-    DraftsimError
-        If the model is laid out otherwise, or running its layers one by one does not give
-        the logits of its own forward pass.
+    Raises DraftsimError if the model is laid out otherwise, or running its layers one by one does
+    not give the logits of its own forward pass.
     """
 
     def __init__(self, model: Any, slots: int) -> None:
@@ -138,9 +135,7 @@ class LayerRunner(Runner):
         start: first slot; slots before it are attended to at each layer.
         mask, positions: as in `Runner.forward`.
 
-        Returns
-        -------
-        (tokens, hidden) states after the last of the layers.
+        Returns (tokens, hidden) states after the last of the layers.
         """
         stop = start + hidden.shape[0]
         self.cache.place(start, stop)

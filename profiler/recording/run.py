@@ -174,11 +174,8 @@ DONE_WITH = "recorded_with"
 def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
     """Lock the folder against other writers (see `traces.store.writing`); make it if missing.
 
-    Raises
-    ------
-    DraftsimError
-        If another process writes there (naming it), or the folder cannot be written to (with
-        the `remedy`).
+    Raises DraftsimError if another process writes there (naming it), or the folder cannot be
+    written to (with the `remedy`).
     """
     made = not folder.exists()
     try:
@@ -200,10 +197,7 @@ def claimed(info: RunInfo, folder: Path, force: bool = False) -> RunInfo:
 
     Nothing is written.  With `force` the folder may hold anything.
 
-    Raises
-    ------
-    DraftsimError
-        If it holds another pair's run, or one of another device or dtype.
+    Raises DraftsimError if it holds another pair's run, or one of another device or dtype.
     """
     if force or not (folder / NAME).is_file():
         return replace(info, run_id=uuid.uuid4().hex[:16])
@@ -236,10 +230,7 @@ def is_done(path: Path, meta: Mapping[str, Any], *options: Mapping[str, Any]) ->
 
     ``meta`` is its provenance.
 
-    Raises
-    ------
-    DraftsimError
-        If it was made with other options, which a run would overwrite.
+    Raises DraftsimError if it was made with other options, which a run would overwrite.
     """
     if meta.get(DONE_WITH) in {digest_of(one) for one in options}:
         return True

@@ -175,16 +175,12 @@ class Recorder:
 
     Parameters
     ----------
-    target, draft:
-        Runners over a shared vocabulary.  Their caches need room for prompt, output and
+    target, draft: Runners over a shared vocabulary.  Their caches need room for prompt, output and
         tails: see `slots_needed`.  `record_together` decodes as many prompts at once as the
         target's cache has rows after the first.
-    max_new_tokens, max_gamma:
-        Output limit, and the longest draft that can be replayed.
-    eos:
-        Ids that end an output, and a draft.
-    sampling, generator:
-        How outputs are drawn, one per prompt; greedily by default.
+    max_new_tokens, max_gamma: Output limit, and the longest draft that can be replayed.
+    eos: Ids that end an output, and a draft.
+    sampling, generator: How outputs are drawn, one per prompt; greedily by default.
     """
 
     def __init__(
@@ -456,12 +452,9 @@ def with_signals(trace: Trace, draft: Any, advance: Callable[[], object]) -> Tra
 
     Parameters
     ----------
-    trace:
-        Recorded by `Recorder`.
-    draft:
-        The model that drafted.
-    advance:
-        Called after every request.
+    trace: Recorded by `Recorder`.
+    draft: The model that drafted.
+    advance: Called after every request.
     """
     slots = (
         slots_needed(r.prompt_length, r.max_new_tokens, trace.max_gamma or 0)

@@ -89,17 +89,12 @@ class ExitRecorder(SourceRecorder):
 
     Parameters
     ----------
-    target:
-        Needs room in its cache for path and continuations: see `slots_needed`.
-    heads:
-        Exit heads of this target, or an adapter: one exit, whose head attends to its own past.
+    target: Needs room in its cache for path and continuations: see `slots_needed`.
+    heads: Exit heads of this target, or an adapter: one exit, whose head attends to its own past.
         Its drafts too depend on the fed tokens alone, as the states it reads are exact.
-    settings:
-        Settings whose wrong exits are followed beyond the first further token.
-    omegas:
-        Annealing strengths to record; must include those of the settings.
-    sampling, generator:
-        How the outputs were drawn, and of the exits' own draws.
+    settings: Settings whose wrong exits are followed beyond the first further token.
+    omegas: Annealing strengths to record; must include those of the settings.
+    sampling, generator: How the outputs were drawn, and of the exits' own draws.
     """
 
     def __init__(
@@ -134,7 +129,6 @@ class ExitRecorder(SourceRecorder):
     def record(
         self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]
     ) -> ExitNodes:
-        """Return nodes of one request."""
         count, width = len(output), int(prompt.shape[0])
         path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
         # Greedy output needs nothing of the layers after the last head.

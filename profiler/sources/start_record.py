@@ -220,7 +220,6 @@ class StartRecorder(SourceRecorder):
         return rows
 
     def joined(self, parts: Sequence[Rows], trace: Trace) -> StartRecording:
-        """Return the drafts of all requests."""
         starts = tuple(int(s) for s in trace.request_starts)
         meta = {**self.meta(), "sampling": self.sampling.meta}
         return StartRecording(_merged(parts), starts, meta)
@@ -474,7 +473,6 @@ class TreeRecorder(SourceRecorder):
 
     @torch.inference_mode()
     def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:
-        """Return rows of one request; that of start 0, before the first token, is empty."""
         count, layers = len(output), self.layers
         rows: Rows = {name: np.zeros((count, layers), np.float32) for name in TREE_SIGNALS}
         rows["rank"] = np.full((count, layers, layers), -1, np.int32)
@@ -501,7 +499,6 @@ class TreeRecorder(SourceRecorder):
         return rows
 
     def joined(self, parts: Sequence[Rows], trace: Trace) -> TreeRecording:
-        """Return the trees of all requests."""
         starts = tuple(int(s) for s in trace.request_starts)
         meta = {"kind": self.drafter.kind, "topk": self.topk, "sampling": trace.sampling.meta}
         rows = _merged(parts)

@@ -113,10 +113,7 @@ class Checks:
         Returns the measured ``times``, rows of `COLUMNS`, and the results of the comparison,
         ``checked``.
 
-        Raises
-        ------
-        NoTimeError
-            If there is no time to run every policy once.
+        Raises NoTimeError if there is no time to run every policy once.
         """
         place, until, model = self.place, time.monotonic() + seconds, self.opener(mode)
         runs = run_requests(

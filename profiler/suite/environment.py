@@ -148,10 +148,8 @@ def open_workplace(
 ) -> Workplace:
     """Return the place of a stage: its device, folder and deadline.
 
-    Raises
-    ------
-    DraftsimError
-        If the device is not there, has no such dtype, or the folder cannot be made.
+    Raises DraftsimError if the device is not there, has no such dtype, or the folder cannot be
+    made.
     """
     where = choose_device(device)
     if where.type == "cuda":
@@ -295,11 +293,8 @@ class Units:
 
         ``rows`` reads the rows of its table by unit, which are filed under `key`.
 
-        Raises
-        ------
-        DraftsimError
-            If they were measured with other settings, or a file is damaged: a folder is of one
-            device, dtype and set of library versions.
+        Raises DraftsimError if they were measured with other settings, or a file is damaged: a
+        folder is of one device, dtype and set of library versions.
         """
         path = self.place.out / f"{self.stage}.json"
         if not path.is_file():

@@ -92,10 +92,8 @@ def run_forced(
 
     Results of pairs that ran before stay in the folder.  Returns what was left undone.
 
-    Raises
-    ------
-    DraftsimError
-        For an unknown pair, for a folder of another device, or where nothing could be run.
+    Raises DraftsimError for an unknown pair, for a folder of another device, or where nothing could
+    be run.
     """
     chosen = [p for p in chosen_pairs(pairs, place.quick) if p.draft is not None]
     account = Account(place)

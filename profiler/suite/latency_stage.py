@@ -35,10 +35,8 @@ def run_latency(
     With ``profile`` the kernels of some rounds are kept too.  What pairs measured before left in
     the folder stays.  Returns what was left undone.
 
-    Raises
-    ------
-    DraftsimError
-        For an unknown pair, for a folder of another device, or where nothing could be measured.
+    Raises DraftsimError for an unknown pair, for a folder of another device, or where nothing could
+    be measured.
     """
     chosen = chosen_pairs(pairs, place.quick)
     account = Account(place)

@@ -96,10 +96,7 @@ def run_trained(
     continues a short recording, and writes all files again, because the folder may have been
     emptied.
 
-    Raises
-    ------
-    DraftsimError
-        If a pair is named and cannot be loaded.
+    Raises DraftsimError if a pair is named and cannot be loaded.
     """
     account = Account(place)
     on_features: Drafters = {}

@@ -35,10 +35,7 @@ def unpack(out: Path, into: Path) -> list[Path]:
     (``--quick``) say that they are.
     `out` holds the files of one stage or more, or a folder per stage.  Returns the folders.
 
-    Raises
-    ------
-    DraftsimError
-        If there is nothing of the suite in `out`, or a file is damaged.
+    Raises DraftsimError if there is nothing of the suite in `out`, or a file is damaged.
     """
     found = [
         (stage, folder, read_object(folder / f"{stage}.json"))

@@ -79,10 +79,8 @@ class OwnDrafter(Governed):
 
     Parameters
     ----------
-    runner:
-        vLLM's model runner.
-    longest, vocabulary:
-        Tokens a draft may have; token ids of the engine's model.
+    runner: vLLM's model runner.
+    longest, vocabulary: Tokens a draft may have; token ids of the engine's model.
     """
 
     own_passes = True

@@ -36,15 +36,11 @@ class VllmServer:
 
     Parameters
     ----------
-    options:
-        As in `profiler.engines.vllm.engine.VllmEngine`.
-    folder:
-        Where its setup, log and record are kept: empty, and the caller's to remove.
+    options: As in `profiler.engines.vllm.engine.VllmEngine`.
+    folder: Where its setup, log and record are kept: empty, and the caller's to remove.
 
-    Raises
-    ------
-    DraftsimError
-        On entry, where vLLM is missing or does not come up; its log's end goes to standard error.
+    Raises DraftsimError on entry, where vLLM is missing or does not come up; its log's end goes to
+    standard error.
     """
 
     unnoted = "this vLLM is not 0.32, or draftsim is not installed in its environment (`make vllm`)"
