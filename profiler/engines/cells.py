@@ -24,8 +24,6 @@ from traces.latency.schema import UNIFORM
 from traces.store.engine_runs import PARTS, EngineStep
 
 Kind = Literal["decode", "prompt", "mixed"]
-SPARE = 8
-"""Tokens of a sequence that the longest prompt leaves free: one is sampled after the prompt."""
 UNTIMED = 2
 """Iterations before a prompt, because the first still verifies drafts of the previous cell."""
 LARGE = 1024
@@ -106,7 +104,8 @@ class EngineGrid:
             contexts=contexts,
             prompts=[
                 (n, t) for n, t in dict.fromkeys((min(n, most), t) for n, t in self.prompts)
-                if t + SPARE < length and n * t <= options.token_budget
+                # Some tokens stay free: one is sampled after the prompt.
+                if t + 8 < length and n * t <= options.token_budget
             ],
             beside_batches=sorted({min(b, most - 1) for b in self.beside_batches if most > 1}),
             beside_widths=sorted({min(w, wide) for w in self.beside_widths}),
@@ -267,14 +266,10 @@ class CellTimer:
             prompted = [c for c in own if c.kind != "decode"]
             for i in self._rng.permutation(len(prompted)).tolist():
                 found[prompted[i]] = self._measured(prompted[i], -(-steps // 2))
-            self.clear()
+            if self._running:
+                self.engine.abort(self._running)
+            self._running = []
         return found
-
-    def clear(self) -> None:
-        """Drop every request."""
-        if self._running:
-            self.engine.abort(self._running)
-        self._running = []
 
     def _measured(self, cell: Cell, steps: int) -> list[Sample]:
         before_s = self.control.seconds()

@@ -31,8 +31,6 @@ SWEEPS = 4
 
 With one, the cells' noise was most of a predicted speedup's error on two CPU cores.
 """
-WARM_TOKENS = 16
-"""Output tokens of a request in `warm_up`."""
 Progress = Callable[[], AbstractContextManager[Callable[[float], None]]]
 """Makes a progress display: returns a function that is called with the finished share."""
 
@@ -197,13 +195,13 @@ def warm_up(
     engine: Engine, chosen: Mapping[str, Policy], demands: Mapping[str, Demand],
     prompts: Mapping[int, Sequence[int]], forced: Forced, control: Control,
 ) -> None:  # fmt: skip
-    """Run the beginning of each load under each policy.
+    """Run the first 16 output tokens of each load's first requests under each policy.
 
     A GPU compiles kernels when a size first runs: steps of half a second among some of 20 ms.
     """
     for demand in demands.values():
         jobs = [
-            job._replace(arrival_s=0.0, tokens=min(job.tokens, WARM_TOKENS))
+            job._replace(arrival_s=0.0, tokens=min(job.tokens, 16))
             for job in demand.jobs[: demand.concurrency or engine.options.max_batch]
         ]
         for policy in chosen.values():
@@ -320,8 +318,8 @@ def blocks_of(engine: Engine, demand: Demand, prompts: Mapping[int, Sequence[int
 
 def room_left(engine: Engine, between: BetweenTable | None) -> int:
     """Return the blocks that the engine can do without while it measures cells `between`."""
-    grid = None if between is None else between.grid
-    cells = 0 if grid is None else (
-        max(grid.batches) * engine.options.max_model_len + max(n * t for n, t in grid.prompts)
-    )  # fmt: skip
-    return engine.blocks - 1 - math.ceil(cells / engine.block_size)
+    tokens = 0
+    if between is not None:
+        tokens = max(between.grid.batches) * engine.options.max_model_len
+        tokens += max(n * t for n, t in between.grid.prompts)
+    return engine.blocks - 1 - math.ceil(tokens / engine.block_size)

@@ -148,9 +148,7 @@ class LogReader:
 
 
 def executed(steps: Sequence[EngineStep], ran: Sequence[tuple[float, float]]) -> list[EngineStep]:
-    """Return steps with what the model's process took in them, its starts and seconds in order of
-    time.
-    """
+    """Return steps with what the model's process took in them: its starts and seconds in order."""
     starts, until = [start for start, _ in ran], [0.0, *accumulate(s for _, s in ran)]
     known = []
     for step in steps:

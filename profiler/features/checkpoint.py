@@ -181,9 +181,7 @@ def _unread(name: str) -> bool:
 
 
 def _swap_halves(weights: Weights) -> None:
-    """Swap the halves: MiMo projects [previous state; embedding], the others [embedding; previous
-    state].
-    """
+    """Swap the halves: MiMo projects [previous state; embedding], others the reverse."""
     for name in [n for n in weights if n.endswith("input_proj.weight")]:
         state, embedded = weights[name].chunk(2, -1)
         weights[name] = torch.cat([embedded, state], -1)

@@ -146,9 +146,7 @@ class FeatureDrafter(nn.Module, ABC):
         """
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of (batch, entries) positions, (batch, entries, head_dim)
-        each.
-        """
+        """Map (batch, entries) positions -> cosines and sines, (batch, entries, head_dim) each."""
         like = torch.empty(0, dtype=self.dtype, device=positions.device)
         cos, sin = self._rotary(like, positions)
         return cos, sin

@@ -64,9 +64,7 @@ class ExitHeads(nn.Module):
         self.norms = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in layers)
 
     def states(self, at: int, hidden: Tensor) -> Tensor:
-        """Return the input of the output projection from exit `at`: (tokens, width) -> (tokens,
-        width).
-        """
+        """Map (tokens, width) states at exit `at` -> the output projection's input, likewise."""
         raw: Tensor = self.blocks[at](hidden.float())
         return _norm(raw, self.norms[at])
 

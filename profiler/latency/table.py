@@ -266,9 +266,7 @@ class Sweeps:
         return [groups[n][i] for n in sizes for i in self._rng.permutation(len(groups[n]))]
 
     def cells(self) -> pd.DataFrame:
-        """Return rows as in `traces.latency.table`: means over sweeps, half their interquartile
-        ranges.
-        """
+        """Return rows as in `traces.latency.table`: means over sweeps, half quartile ranges."""
         return rows_of(list(self._steps), self._samples)
 
 

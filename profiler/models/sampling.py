@@ -57,16 +57,12 @@ def _cut(scaled: Tensor, top_p: float) -> Tensor:
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the distribution drawn from, float32 (rows, vocab), from raw ``logits`` of that
-    shape.
-    """
+    """Return the distribution drawn from, of raw ``logits``; float32 (rows, vocab) both."""
     return torch.softmax(tempered(logits, sampling), -1)
 
 
 def log_probs_at(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
-    """Return log of `probs` of one token per row, float32 (rows,); -inf where top-p cuts it
-    away.
-    """
+    """Return log of `probs` of one token per row, float32 (rows,); -inf where top-p cuts it."""
     parts = zip(logits.split(ROWS), tokens.split(ROWS), strict=True)
     return torch.cat([log_softmax_at(tempered(some, sampling), of) for some, of in parts])
 

@@ -74,9 +74,7 @@ def model_path(name: str, role: str) -> str:
 
 
 def shipped_heads(name: str) -> Path | None:
-    """Return the folder of trained heads that the project has for a target, by its name or
-    folder.
-    """
+    """Return the folder of the project's trained heads for a target, by its name or folder."""
     folder = Path(model_path(name, "target")).resolve()
     for target, heads in (
         (BUNDLED / "target", BUNDLED / "exit_heads"),
@@ -112,9 +110,7 @@ def read_run(folder: Path, trust_remote_code: bool = False) -> RunInfo:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """Return the fields of `RunInfo` in a run's own file; FileError naming the one that is
-    damaged.
-    """
+    """Return the fields of `RunInfo` in a run's own file; FileError names a damaged one."""
     found = read_object(path, AGAIN)
     if TRUST in found:
         raise FileError(f"{path} may not say {TRUST}: {AGAIN}")

@@ -372,9 +372,7 @@ class Recorder:
         return rows | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _drafted(self, branches: Branches, lengths: Tensor, feed: Tensor) -> Rows:
-        """Return the draft's columns, with the token fed before each proposal, in drafting
-        order.
-        """
+        """Return the draft's columns, with the token fed before each, in drafting order."""
         branch = torch.arange(feed.shape[0], device=feed.device)
         owners = branch[:0]
         steps: list[Rows] = []

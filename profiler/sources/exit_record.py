@@ -120,9 +120,7 @@ class ExitRecorder(SourceRecorder):
 
     @staticmethod
     def slots_needed(longest: int, gamma_max: int) -> int:
-        """Return the number of cache slots for a path of `longest` tokens and the continuations of
-        a group.
-        """
+        """Return the cache slots of a path of `longest` tokens and a group's continuations."""
         return longest + GROUP * (16 + 4 * gamma_max)
 
     @torch.inference_mode()
@@ -238,9 +236,7 @@ class ExitRecorder(SourceRecorder):
     def _choose(
         self, columns: Columns, rule: tuple[list[int], int, float, int]
     ) -> npt.NDArray[np.int64]:
-        """Return the token each row drafts under a setting, -1 where it reaches the bound;
-        (rows,).
-        """
+        """Return the token each row drafts under a setting, -1 at the bound; (rows,)."""
         used, column, threshold, _ = rule
         drafts = np.full(len(columns["argmax"]), -1, dtype=np.int64)
         for at in reversed(used):
@@ -307,9 +303,7 @@ class ExitRecorder(SourceRecorder):
 
 
 def _extended(sees: npt.NDArray[np.bool_], parents: list[int]) -> npt.NDArray[np.bool_]:
-    """Return `sees` with a row per new node: itself and what its parent sees (negative: no
-    parent).
-    """
+    """Return `sees` with a row per new node: itself and its parent's (negative: no parent)."""
     above = np.zeros((len(parents), len(sees)), dtype=bool)
     has_parent = np.array(parents) >= 0
     above[has_parent] = sees[np.array(parents)[has_parent]]

@@ -337,10 +337,10 @@ class KangarooDecoder(ExitDecoder):
         runner.run(rounds.states, 0)
 
         def adapt(width: int, context: int) -> Step:
-            pieces = list(rounds.states[:width].split(1))
+            apart = list(rounds.states[:width].split(1))
 
             def run() -> object:
-                return target.project(runner.run(torch.cat(pieces), context)[-1:]).argmax(-1)
+                return target.project(runner.run(torch.cat(apart), context)[-1:]).argmax(-1)
 
             return Step("adapter", "forward", width, context, run)
 

@@ -178,9 +178,7 @@ class ParallelDecoder(FeatureDecoder):
         self._logits = self._last  # (k, draft vocabulary) once a round drafts
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
-        """Return the next token of the round's pass, which runs before the first; None at its
-        end.
-        """
+        """Return the next token of the round's pass, run before the first; None at its end."""
         offset = len(so_far)
         if offset >= self._width:
             return None

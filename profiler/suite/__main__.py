@@ -123,9 +123,7 @@ def _stage(place: Workplace, options: argparse.Namespace) -> Account:
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """Make SIGTERM, as `timeout` sends it, an error inside the block that can be cleaned up
-    after.
-    """
+    """Make SIGTERM, as `timeout` sends it, an error inside the block."""
     from profiler.suite.environment import StoppedError
 
     def end(number: int, frame: object) -> None:

@@ -129,9 +129,7 @@ def build_pair(place: Workplace, pair: PairShape) -> tuple[Any, Any]:
 
 
 def build_or_none(place: Workplace, pair: PairShape, account: Account) -> tuple[Any, Any] | None:
-    """Return target and draft; None, and a smaller pair named in `account`, if the memory is too
-    small.
-    """
+    """Return target and draft; None, noted in `account`, if the memory is too small."""
     if (why := place.lacks_memory(pair)) is not None:
         account.limit(pair.name, why)
         return None

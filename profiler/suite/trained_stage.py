@@ -152,9 +152,7 @@ class _Stage:
     def part(
         self, name: str, make: Callable[[], dict[str, Any]], needs: object = True
     ) -> dict[str, Any]:
-        """Return a part's results, from now or before; empty if it failed, is late or lacks its
-        input.
-        """
+        """Return a part's results, from now or before; empty if it failed, late or without input."""
         if (unit := self.finished.get(name)) is not None and not unfinished(unit):
             return unit
         if needs is None:

@@ -70,9 +70,7 @@ def default_exit_layers(layers: int) -> tuple[int, ...]:
 def continuations(
     target: Any, beginnings: Tensor, new_tokens: int = 96, sampled: bool = False
 ) -> Tensor:
-    """Return the target's own text: (sequences, BEGINNING) ids -> (sequences, tokens), -1 after
-    EOS.
-    """
+    """Return the target's text: (sequences, BEGINNING) ids -> (sequences, tokens), -1 after EOS."""
     out: Tensor = target.generate(
         input_ids=beginnings, attention_mask=torch.ones_like(beginnings),
         max_new_tokens=new_tokens, do_sample=sampled, temperature=0.8 if sampled else None,
@@ -89,9 +87,7 @@ def continuations(
 def own_text(
     target: Any, encoded: Sequence[Sequence[int]], *, rounds: int = 16, batch: int = 64
 ) -> Tensor:
-    """Return continuations of `rounds` batches of random document beginnings; (sequences,
-    tokens).
-    """
+    """Return continuations of `rounds` batches of random beginnings; (sequences, tokens)."""
     long = [ids[:BEGINNING] for ids in encoded if len(ids) >= BEGINNING]
     if not long:
         raise DraftsimError(f"no text of {BEGINNING} tokens or more to train on: give longer texts")

@@ -112,9 +112,7 @@ class OwnDrafter(Governed):
 
 
 def check_speculative(config: Any, asynchronous: bool) -> None:
-    """Raise DraftsimError unless vLLM's ``speculative_config`` lets a policy say how far to
-    draft.
-    """
+    """Raise DraftsimError unless vLLM's ``speculative_config`` lets a policy cut drafts."""
     if not (config.use_eagle() or config.uses_draft_model()):
         raise DraftsimError(
             f"vLLM drafts by {config.method!r}: a policy cuts drafts of a draft model or an EAGLE "
