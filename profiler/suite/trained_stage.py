@@ -60,20 +60,15 @@ from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import MeasuredRuns, write_measured
 from traces.store.text import read_object
 
-LATENCY = "trained-latency.parquet"
 FILES = {"greedy": "trained-trace.parquet", "sampled": "trained-sampled.parquet"}
-PROMPTS = 210
-"""Prompts to record, a few more than a recording needs (`ENOUGH`)."""
-QUICK_PROMPTS = 4
-"""Likewise, in miniatures."""
+PROMPTS, QUICK_PROMPTS = 210, 4
+"""Prompts to record, a few more than a recording needs (`ENOUGH`); in miniatures."""
 ENOUGH = 200
 """Fewest prompts of a finished recording."""
 NEW_TOKENS = 160
 """Tokens of an output.  All are used, because there is no end token; so 200 prompts fit."""
 DRAFTER_SHARE = 0.14
 """Share of the stage's time for each drafter on the target's features."""
-MODE_SHARE = 0.04
-"""Share of the stage's time for the passes of a mode."""
 GRID = Grid(
     (1, 2, 3, 5, 9, 17), contexts=(64, 384), prompts=(64, 128), batch_widths=(1,), repeats=3
 )
@@ -152,7 +147,7 @@ class _Stage:
     def part(
         self, name: str, make: Callable[[], dict[str, Any]], needs: object = True
     ) -> dict[str, Any]:
-        """Return a part's results, from now or before; empty if it failed, late or without input."""
+        """Return a part's results, from now or before; empty if it failed, late or lacks input."""
         if (unit := self.finished.get(name)) is not None and not unfinished(unit):
             return unit
         if needs is None:
@@ -206,9 +201,7 @@ class _Stage:
         settings = Settings(new, 4 if place.quick else 16, chat=self.chat)
         trace = self.recorded("greedy", settings, 0.15 * total)
         self.recorded("sampled", replace(settings, sampling=Sampling(1.0), seed=1), 0.17 * total)
-        measured = part(
-            "latency", lambda: measure_modes(place, pair, self.shape, self.account)
-        )  # fmt: skip
+        measured = part("latency", lambda: measure_modes(place, pair, self.shape, self.account))
         cells = measured.get("cells", [])
         self._write_latency(cells)
         keep(latency=measured.get("latency", {}), latency_cells=len(cells))
@@ -253,7 +246,7 @@ class _Stage:
         both = shapes_of(self.shape)
         alone = {f"{base}+{name}": {"target": both["target"]} for name in self.drafters}
         if rows:
-            write_table(self.place, rows, {base: both, **alone}, LATENCY)
+            write_table(self.place, rows, {base: both, **alone}, "trained-latency.parquet")
 
     def _write_measured(self, *checked: dict[str, Any]) -> None:
         times = [row for part in checked for row in part.get("times", ())]
@@ -270,7 +263,7 @@ def _there(value: T | None) -> T:
 def measure_modes(
     place: Workplace, pair: Pair, shape: PairShape, account: Account
 ) -> dict[str, Any]:
-    """Measure the pair's passes in the modes of real decoding.
+    """Measure the pair's passes in the modes of real decoding, 4% of the stage's time for each.
 
     Returns its ``cells``, models named ``pair/mode/model``, and what else was measured.
 
@@ -281,9 +274,8 @@ def measure_modes(
     grid = replace(QUICK.grid, batches=(1,)) if place.quick else GRID
     plan = replace(QUICK if place.quick else FULL, grid=grid)
     for mode in TRAINED_MODES:
-        end = time.monotonic() + MODE_SHARE * place.seconds
-        models = (pair.target, pair.draft)
-        measured = PairMeasurement(place, shape, mode, models, plan, end)
+        end = time.monotonic() + 0.04 * place.seconds
+        measured = PairMeasurement(place, shape, mode, (pair.target, pair.draft), plan, end)
         measured.run()
         for name, why in measured.failed.items():
             account.failed[f"latency, {mode}, {name}"] = why
@@ -307,7 +299,9 @@ def trained_pair(place: Workplace, folder: Path, seconds: float) -> Trained:
     transformers.utils.logging.disable_progress_bar()  # it would run through our lines
     if (folder / "about.json").is_file():
         place.say("the pair was trained before the stage was stopped")
-        return _read_pair(place, folder)
+        about = read_object(folder / "about.json")
+        pair = replace(_load_pair(place, folder / "target", folder / "draft"), meta=about["meta"])
+        return pair, [Prompt(**prompt) for prompt in about["prompts"]], about["record"]
     most = QUICK_PROMPTS if place.quick else PROMPTS
     pair, prompts, record = train_pair(
         seconds, place.device, place.dtype, place.say, prompts=most, quick=place.quick
@@ -328,12 +322,6 @@ def _write_pair(
     about = {"meta": pair.meta, "prompts": [asdict(p) for p in prompts], "record": record}
     (part / "about.json").write_text(json.dumps(about))
     os.replace(part, folder)
-
-
-def _read_pair(place: Workplace, folder: Path) -> Trained:
-    about = read_object(folder / "about.json")
-    pair = replace(_load_pair(place, folder / "target", folder / "draft"), meta=about["meta"])
-    return pair, [Prompt(**prompt) for prompt in about["prompts"]], about["record"]
 
 
 def _load_pair(place: Workplace, target: str | Path, draft: str | Path) -> Pair:
@@ -373,6 +361,6 @@ def record_trace(
         {"settings": settings, "pair": weights},
     )
     trace = recorded_trace(pair, runners, prompts, encoded, settings, kept, until=until)
-    done = len(trace.requests)
-    place.say(f"recorded {done} of {len(prompts)} prompts, {settings.sampling.label}")
+    count = f"{len(trace.requests)} of {len(prompts)} prompts"
+    place.say(f"recorded {count}, {settings.sampling.label}")
     return trace
