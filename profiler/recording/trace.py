@@ -58,8 +58,6 @@ from traces.errors import DraftsimError
 
 SCORE_TOKENS = 512
 """Tail tokens the target scores in one pass: bounds the memory of their logits."""
-BLOCK_TOKENS = 96
-"""Tail tokens that attend together: few enough that little of it is masked out."""
 
 Rows = dict[str, Tensor]
 Columns = dict[str, "np.ndarray[Any, Any]"]
@@ -117,7 +115,8 @@ class Branches:
     def forward(self, runner: Runner, fed: Tensor, branch: Tensor, step: Tensor) -> Tensor:
         """Return a model's logits after the tokens of whole branches, in (branch, step) order."""
         positions = self.wrong_at[branch] + step
-        spans = spans_of(branch, BLOCK_TOKENS)
+        # Few enough tokens attend together that little of it is masked out.
+        spans = spans_of(branch, 96)
         blocks = [self._block(runner, branch[span], span) for span in spans]
         return runner.forward_blocks(fed, self.path, blocks, positions)
 
@@ -205,8 +204,7 @@ class Recorder:
 
     @torch.inference_mode()
     def record(self, prompt: Tensor) -> Columns:
-        """Return columns (without `request`) of one prompt, as in
-        `traces.acceptance.trace.COLUMNS`.
+        """Return columns of one prompt, as in `traces.acceptance.trace.COLUMNS` without `request`.
 
         ``prompt``: (prompt_tokens,) ids on the models' device; an encoder-decoder's source.
         Raises DraftsimError if the prompt does not fit or a model gives NaN.
@@ -348,8 +346,7 @@ class Recorder:
         return starts[keep], lengths[keep]
 
     def _tails(self, branches: Branches, lengths: Tensor, wrong: Tensor) -> Rows:
-        """Return rows of all off-path tails by (branch, step), which are two of the columns; {} if
-        there are none.
+        """Return rows of all off-path tails by (branch, step), two of the columns; {} if none.
 
         Each wrong proposal, `wrong` (branches,), begins a branch of at most `lengths` tokens.  The
         draft advances all branches that have not ended, one pass per step; the target then scores
@@ -497,8 +494,5 @@ def _signals(
         order.append(at)
         found.append(draft_columns(logits, rows["draft_token"][at], sampling))
     back = torch.cat(order).argsort()
-    return {n: _in_order([part[n] for part in found], back) for n in wanted}
-
-
-def _in_order(parts: list[Tensor], order: Tensor) -> npt.NDArray[np.float32]:
-    return torch.cat(parts)[order].float().cpu().numpy()
+    columns_of = {n: torch.cat([part[n] for part in found])[back] for n in wanted}
+    return {n: column.float().cpu().numpy() for n, column in columns_of.items()}

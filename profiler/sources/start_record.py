@@ -208,10 +208,7 @@ class StartRecorder(SourceRecorder):
         ended = np.isin(rows["token"], list(eos)).cumsum(1)
         rows["token"][:, 1:][ended[:, :-1] > 0] = -1
         true = torch.tensor(output + [-1] * k, device=logits.device)
-        index = torch.arange(1, count, device=logits.device)[:, None] + torch.arange(
-            k, device=logits.device
-        )
-        wanted = true[index]  # (count - 1, k)
+        wanted = true.unfold(0, k, 1)[1:count]  # (count - 1, k)
         known = self.draft_ids(wanted)
         of_true = logits.float().gather(-1, known.clamp(min=0)[..., None])
         rank = (logits.float() > of_true).sum(-1).masked_fill(known < 0, logits.shape[-1])
@@ -235,10 +232,8 @@ class HeadsRecorder(StartRecorder):
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
         emitted = prompt.new_tensor(output[:-1])
         path = torch.cat([prompt, emitted[:-1]])
-        hidden = self.target.run_layers(self.target.embed(path), 0, range(self.target.layers))[
-            prompt.shape[0] - 1 :
-        ]
-        return head_logits(self.target, self.heads, self.target.normed(hidden), emitted)
+        states = self.target.states(path, 0)[prompt.shape[0] - 1 :]
+        return head_logits(self.target, self.heads, states, emitted)
 
 
 class MasksRecorder(StartRecorder):
@@ -331,8 +326,8 @@ class FeatureRecorder(StartRecorder):
     ) -> None:  # fmt: skip
         super().__init__(target, sampling)
         self._generator = generator
-        turns = drafter.modules_in_turn
-        self.drafter, self.offsets = drafter, turns if turns > 1 else offsets
+        modules = drafter.modules_in_turn
+        self.drafter, self.offsets = drafter, modules if modules > 1 else offsets
         self._runner = DrafterRunner(drafter, longest + CHUNK * self.offsets)
 
     def meta(self) -> dict[str, Any]:
