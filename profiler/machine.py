@@ -201,18 +201,6 @@ class Repeats:
         return best
 
 
-def counts(repeats: Sequence[Repeats]) -> dict[str, Any]:
-    """Return the figures of `traces.machine` that describe runs, over several counters."""
-    kept = sum((r.kept for r in repeats), Timing(0.0))
-    return {
-        "runs": sum(r.runs for r in repeats),
-        "disturbed": sum(r.disturbed for r in repeats),
-        "repeated": sum(r.repeated for r in repeats),
-        "off": kept.off,
-        "switches": kept.switches,
-    }
-
-
 STAT = Path("/proc/stat")
 
 
@@ -248,12 +236,15 @@ class Machine:
 
     def state(self, repeats: Sequence[Repeats]) -> dict[str, Any]:
         """Return the figures so far, those of runs from their counters."""
-        middle = spread = None
+        kept, middle, spread = sum((r.kept for r in repeats), Timing(0.0)), None, None
         if self.taken:
             low, middle, high = (float(q) for q in np.quantile(self.taken, [0.25, 0.5, 0.75]))
             spread = (high - low) / 2
         return {
-            **counts(repeats), **self._others(),
+            "runs": sum(r.runs for r in repeats),
+            "disturbed": sum(r.disturbed for r in repeats),
+            "repeated": sum(r.repeated for r in repeats),
+            "off": kept.off, "switches": kept.switches, **self._others(),
             "reference_s": middle, "reference_spread_s": spread,
         }  # fmt: skip
 

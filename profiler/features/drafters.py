@@ -352,18 +352,6 @@ class Eagle3(FeatureDrafter):
         return self.norm(out), out
 
 
-class MtpLayer(LlamaDecoderLayer):
-    """A Llama layer after two norms and a projection of [embedding; previous state]."""
-
-    def __init__(self, config: LlamaConfig, index: int) -> None:
-        super().__init__(config, index)
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.token_layernorm = LlamaRMSNorm(width, eps)
-        self.hidden_layernorm = LlamaRMSNorm(width, eps)
-        self.input_proj = nn.Linear(2 * width, width, bias=False)
-        self.final_layernorm = LlamaRMSNorm(width, eps)
-
-
 class Mtp(FeatureDrafter):
     """MTP modules (DeepSeek-V3, arXiv:2412.19437, sec. 2.2; FastMTP, arXiv:2509.18362).
 
@@ -380,7 +368,15 @@ class Mtp(FeatureDrafter):
         if modules < 1:
             raise ValueError(f"modules is {modules}, expected at least 1")
         self.modules_in_turn = modules
-        self.mtp_layers = nn.ModuleList(MtpLayer(config, i) for i in range(modules))
+        self.mtp_layers = nn.ModuleList()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        for i in range(modules):
+            layer: Any = LlamaDecoderLayer(config, i)
+            layer.token_layernorm = LlamaRMSNorm(width, eps)
+            layer.hidden_layernorm = LlamaRMSNorm(width, eps)
+            layer.input_proj = nn.Linear(2 * width, width, bias=False)
+            layer.final_layernorm = LlamaRMSNorm(width, eps)
+            self.mtp_layers.append(layer)
         self._initialise()
 
     def step(

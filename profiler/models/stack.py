@@ -37,13 +37,11 @@ class LayerRunner(Runner):
         self._layers = list(inner.layers)
         with torch.inference_mode():
             like = inner.embed_tokens(torch.zeros(1, dtype=torch.long, device=self.device))
-            self._cos, self._sin = inner.rotary_emb(like, position_ids=self._positions)
+            self.rotary: tuple[Tensor, Tensor] = inner.rotary_emb(
+                like, position_ids=self._positions
+            )
+            """Cosines and sines of every slot's position, (1, slots, head_dim) each."""
         self._check()
-
-    @property
-    def rotary(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of every slot's position, (1, slots, head_dim) each."""
-        return self._cos, self._sin
 
     @torch.inference_mode()
     def _check(self) -> None:
@@ -142,9 +140,9 @@ class LayerRunner(Runner):
         if mask is None:
             mask = self._causal_mask(start, stop)
         if positions is None:
-            at, cos, sin = (t[:, start:stop] for t in (self._positions, self._cos, self._sin))
+            at, cos, sin = (t[:, start:stop] for t in (self._positions, *self.rotary))
         else:
-            at, cos, sin = positions[None], self._cos[:, positions], self._sin[:, positions]
+            at, cos, sin = positions[None], *(t[:, positions] for t in self.rotary)
         states = hidden[None]
         for i in which:
             out = self._layers[i](

@@ -185,21 +185,39 @@ class StoppedError(BaseException):
     """The process was told to end; finished work is written first."""
 
 
-class Account:
-    """The work that a stage leaves undone; `summary` goes into its results, `status` is its exit
-    code.
+def reason(error: BaseException) -> str:
+    """Return an error in one line: the first line of its message, or its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
-    Parts that failed or came too late stay unfinished; the same command tries them again.
+
+def unfinished(unit: Unit | None) -> bool:
+    """Return True if a unit is missing, or parts of it for lack of time."""
+    return unit is None or bool(unit.get("unfinished"))
+
+
+class Units:
+    """The units of work of a stage: those finished, and what is left undone.
+
+    `units` are those that the stage's folder holds (`join`), those of a stopped run, which the
+    stage continues, and those finished now.  Units that failed or came too late stay unfinished;
+    the same command tries them again.
+
+    Raises DraftsimError if the folder holds a stopped run with other settings.
     """
 
-    def __init__(self, place: Workplace) -> None:
-        self.place = place
+    def __init__(self, place: Workplace, stage: str, **settings: Any) -> None:
+        self.place, self.stage = place, stage
+        self._kept = Checkpoint(place.work / stage, {**settings, "plan": 2, "meta": place.meta()})
+        read = ((name, self._kept.get_json(name)) for name in self._kept.names())
+        self._own: dict[str, Unit] = {name: unit for name, unit in read if unit is not None}
+        self.units = dict(self._own)
         self.limits: dict[str, str] = {}
-        """Parts that this device or model does not hold, by name."""
+        """What this device or model does not hold, by name."""
         self.late: dict[str, str] = {}
-        """Parts that there was no time for, by name."""
+        """What there was no time for, by name."""
         self.failed: dict[str, str] = {}
-        """Errors, by the part that they stopped."""
+        """Errors, by what they stopped."""
         self.stopped: str | None = None
         """Why the stage broke off, if it did."""
 
@@ -244,33 +262,6 @@ class Account:
             raise
         write()
 
-
-def reason(error: BaseException) -> str:
-    """Return an error in one line: the first line of its message, or its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def unfinished(unit: Unit | None) -> bool:
-    """Return True if a unit is missing, or parts of it for lack of time."""
-    return unit is None or bool(unit.get("unfinished"))
-
-
-class Units:
-    """Finished units of a stage, so that a stopped stage continues with the next unit.
-
-    `units` are those that the stage's folder holds (`join`), those of a stopped run, and those
-    finished now.  Raises DraftsimError if the folder holds a stopped run with other
-    settings.
-    """
-
-    def __init__(self, place: Workplace, stage: str, **settings: Any) -> None:
-        self.place, self.stage = place, stage
-        self._kept = Checkpoint(place.work / stage, {**settings, "plan": 2, "meta": place.meta()})
-        read = ((name, self._kept.get_json(name)) for name in self._kept.names())
-        self._own: dict[str, Unit] = {name: unit for name, unit in read if unit is not None}
-        self.units = dict(self._own)
-
     def get(self, name: str) -> Unit | None:
         """Return the results of a unit that was finished before, or None."""
         return self._own.get(name)
@@ -310,24 +301,24 @@ class Units:
         earlier = {n: {**document["units"][n], key: tabled.get(n, [])} for n in named}
         self.units = {**earlier, **self._own}
 
-    def write(self, account: Account, key: str) -> None:
+    def write(self, key: str) -> None:
         """Write the stage's JSON: its units but for their rows, which are filed under `key`."""
         units = {
             name: {k: v for k, v in unit.items() if k != key} for name, unit in self.units.items()
         }
         results = {
-            "stage": self.stage, "meta": self.place.meta(), **account.summary(),
+            "stage": self.stage, "meta": self.place.meta(), **self.summary(),
             "kernels": KERNELS, "units": units,
         }  # fmt: skip
         write_results(self.place.out / f"{self.stage}.json", results)
 
-    def close(self, account: Account) -> None:
+    def close(self) -> None:
         """End the stage: forget its units, unless some of it is left, be it other pairs'."""
-        left = [*account.failed, *account.late]
+        left = [*self.failed, *self.late]
         if not left and not any(unfinished(unit) for unit in self._own.values()):
             self.place.forget(self.stage)
         elif left:
-            what = "failed or came too late" if account.failed else "came too late"
+            what = "failed or came too late" if self.failed else "came too late"
             self.place.say(
                 f"{len(left)} parts {what}, from {left[0]} on: the same command on this machine "
                 "goes on with them"

@@ -36,7 +36,7 @@ from profiler.suite.checks import (
     planned_policies,
     run_rows,
 )
-from profiler.suite.environment import Account, Units, Workplace, unfinished
+from profiler.suite.environment import Units, Workplace, unfinished
 from profiler.suite.latency_stage import build_or_none, chosen_pairs, modes_here
 from profiler.suite.pair import make_runner, pass_cells
 from traces.acceptance.synthetic import Bursty, synthetic_trace
@@ -84,7 +84,7 @@ class Unit(NamedTuple):
 
 def run_forced(
     place: Workplace, pairs: Sequence[str] | None = None, modes: Sequence[str] | None = None
-) -> Account:
+) -> Units:
     """Run the pairs named (all with a draft by default) under every policy, in every mode.
 
     Results of pairs that ran before stay in the folder.  Returns what was left undone.
@@ -93,8 +93,8 @@ def run_forced(
     be run.
     """
     chosen = [p for p in chosen_pairs(pairs, place.quick) if p.draft is not None]
-    account = Account(place)
-    how = sorted(modes_here(place, modes, account), key=(GRAPH, EAGER, COMPILED).index)
+    units = Units(place, "forced")
+    how = sorted(modes_here(units, modes), key=(GRAPH, EAGER, COMPILED).index)
     trace = forced_trace(place.quick)
     write_trace(trace, place.out / "forced-trace.parquet")
     # Single streams first: they answer the most, and a late stop then costs the least.
@@ -104,53 +104,52 @@ def run_forced(
         for some in batches for pair in chosen for batch in some for mode in how
     ]  # fmt: skip
     asked = {unit.name for unit in every}
-    finished = Units(place, "forced")
-    finished.join(asked, "rows", lambda: _rows(place))
-    todo = [unit for unit in every if unfinished(finished.get(unit.name))]
+    units.join(asked, "rows", lambda: _rows(place))
+    todo = [unit for unit in every if unfinished(units.get(unit.name))]
 
     def attempt(unit: Unit, models: tuple[Any, Any]) -> None:
-        gone = account.limits
+        gone = units.limits
         rest = sum(u.cost for u in todo[todo.index(unit) :] if u.pair.name not in gone)
         try:
             done = _unit(place, unit, models, trace, place.left * unit.cost / rest)
         except NoTimeError:
-            account.late[unit.name] = "no time left"
+            units.late[unit.name] = "no time left"
         except torch.OutOfMemoryError:
-            account.limit(unit.name, f"{unit.name}: out of memory: the smaller batches were run")
+            units.limit(unit.name, f"{unit.name}: out of memory: the smaller batches were run")
         except (DraftsimError, RuntimeError) as error:
-            account.fail(unit.name, error)
+            units.fail(unit.name, error)
         else:
-            finished.put(unit.name, done)
+            units.put(unit.name, done)
             if unfinished(done):
-                account.late[unit.name] = "time for one repeat only"
+                units.late[unit.name] = "time for one repeat only"
             place.say(
                 f"{unit.name}: {len(done['rows'])} runs, {done['repeats']} repeats of "
                 f"{done['groups']} groups"
             )
 
-    with account.closing(lambda: _write(place, finished, account)):
+    with units.closing(lambda: _write(units)):
         # The weights are built once for a pair's batch 1, and once for its batches.
         for (name, _), some in groupby(todo, key=lambda unit: (unit.pair.name, unit.batch == 1)):
-            units = list(some)
+            group = list(some)
             if place.left <= 0:
-                account.late.update({unit.name: "no time left" for unit in units})
+                units.late.update({unit.name: "no time left" for unit in group})
                 continue
-            built = name not in account.limits
-            models = build_or_none(place, units[0].pair, account) if built else None
+            built = name not in units.limits
+            models = build_or_none(units, group[0].pair) if built else None
             if models is None:
                 continue
-            for unit in units:
+            for unit in group:
                 attempt(unit, models)
                 place.release()
-                _write(place, finished, account)
+                _write(units)
             del models
             place.unsettle()
-        if not account.failed and not asked & set(finished.units):
-            raise DraftsimError("nothing was run: " + "; ".join(account.notes))
-    if account.late:
-        place.say(f"left: {', '.join(account.late)}; --pairs gives one pair all the time")
-    finished.close(account)
-    return account
+        if not units.failed and not asked & set(units.units):
+            raise DraftsimError("nothing was run: " + "; ".join(units.notes))
+    if units.late:
+        place.say(f"left: {', '.join(units.late)}; --pairs gives one pair all the time")
+    units.close()
+    return units
 
 
 def _rows(place: Workplace) -> dict[str, list[list[Any]]]:
@@ -214,10 +213,10 @@ def _anchors(place: Workplace, target: Runner, draft: Runner, batch: int) -> lis
     ]  # fmt: skip
 
 
-def _write(place: Workplace, finished: Units, account: Account) -> None:
-    rows = [row for unit in finished.units.values() for row in unit["rows"]]
+def _write(units: Units) -> None:
+    rows = [row for unit in units.units.values() for row in unit["rows"]]
     if rows:
-        meta = {"kernels": KERNELS, **place.meta()}
+        meta = {"kernels": KERNELS, **units.place.meta()}
         runs = MeasuredRuns(pd.DataFrame(rows, columns=list(COLUMNS)), meta)
-        write_measured(runs, place.out / "forced-measured.parquet")
-    finished.write(account, "rows")
+        write_measured(runs, units.place.out / "forced-measured.parquet")
+    units.write("rows")
