@@ -23,7 +23,6 @@ from traces.errors import DraftsimError
 from traces.latency.schema import UNIFORM
 from traces.store.engine_runs import PARTS, EngineStep
 
-Kind = Literal["decode", "prompt", "mixed"]
 UNTIMED = 2
 """Iterations before a prompt, because the first still verifies drafts of the previous cell."""
 LARGE = 1024
@@ -39,7 +38,7 @@ class Cell(NamedTuple):
     ``prompts`` prompts of ``tokens`` tokens each are processed.
     """
 
-    kind: Kind
+    kind: Literal["decode", "prompt", "mixed"]
     batch: int = 0
     width: int = 0
     context: int = 0

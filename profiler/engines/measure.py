@@ -382,12 +382,12 @@ class EngineTable(_Measured):
     """
 
     def __init__(
-        self, engine: Engine, grid: EngineGrid, folder: Path, seed: int = 0,
+        self, engine: Engine, grid: EngineGrid, folder: Path,
         left_s: Callable[[], float] = lambda: math.inf,
     ) -> None:  # fmt: skip
         fitted = grid.fitted(engine.options, graphs_of(engine.meta["engine"]))
         self._folder = Checkpoint(folder, {"engine": engine.meta, "grid": asdict(fitted)})
-        super().__init__(engine, fitted, seed, self._folder)
+        super().__init__(engine, fitted, 0, self._folder)
         self._left_s = left_s
         self.left_out = 0
         """Visits to cells, again or to points between, that there was no time for."""

@@ -240,14 +240,13 @@ class DrafterChain:
     def __init__(self, drafter: FeatureDrafter, slots: int) -> None:
         self.drafter = drafter
         self._runner = DrafterRunner(drafter, slots)
-        modules, hidden = drafter.modules_in_turn, int(drafter.config.hidden_size)
+        count, hidden = drafter.modules_in_turn, int(drafter.config.hidden_size)
         self._tokens = torch.zeros(slots, dtype=torch.long, device=drafter.device)
         # What module k reads of every entry: the target's, and module k - 1's output.
-        like = {"dtype": drafter.dtype, "device": drafter.device}
-        self._inputs = torch.zeros(modules, slots, hidden, **like)
+        self._inputs = torch.zeros(count, slots, hidden, dtype=drafter.dtype, device=drafter.device)
         self._known = 0  # true tokens
         self._seen = 0  # features: the last token's comes with the pass that processes it
-        self._done = [0] * modules  # entries that each module has seen with true tokens
+        self._done = [0] * count  # entries that each module has seen with true tokens
         self._fed_back = self._inputs[0, :1]
 
     @torch.inference_mode()

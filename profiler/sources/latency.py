@@ -133,8 +133,8 @@ def _verify(
 ) -> Callable[[], object]:
     """Return the target's pass over a draft of every sequence."""
     if isinstance(target, LayerRunner):
-        runner, apart = target, list(torch.zeros(LATER + 1, dtype=torch.long).split(1))
-        apart = [part.to(target.device) for part in apart]
+        runner = target
+        apart = torch.zeros(LATER + 1, dtype=torch.long, device=target.device).split(1)
 
         def run() -> object:
             fed = torch.cat(apart)

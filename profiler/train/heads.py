@@ -276,13 +276,11 @@ def train_masks(
 
 
 def train_adapter(
-    target: LayerRunner, text: Tensor, layer: int, *, steps: int = 150, seconds: float = 30.0,
-    batch: int = 8,
+    target: LayerRunner, text: Tensor, layer: int, *, steps: int = 150, seconds: float = 30.0
 ) -> Adapter:  # fmt: skip
     """Train Kangaroo's adapter, distilled from the target's final distribution over `text`.
 
-    ``text``: (sequences, tokens) ids, -1 beyond a sequence's end; ``layer``: the exit it reads;
-    ``batch``: whole sequences per step.
+    ``text``: (sequences, tokens) ids, -1 beyond a sequence's end; ``layer``: the exit it reads.
     """
     torch.manual_seed(0)
     where, [exit_states], final = states_of(target, text, (layer,))
@@ -299,7 +297,7 @@ def train_adapter(
     mask = torch.ones(text.shape[1], text.shape[1], dtype=torch.bool, device=text.device).tril()
 
     def loss(_: int) -> Tensor:
-        some = torch.randint(len(text), (batch,), device=text.device)
+        some = torch.randint(len(text), (8,), device=text.device)
         hidden, known = exits[some], there[some]
         query, keys, values = adapter.projected(hidden, cos, sin)
         found = adapter.attended(hidden, query, keys, values, mask)[known]
