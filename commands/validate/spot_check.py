@@ -273,8 +273,8 @@ class SourceRuns(RealRuns):
             with_model = load_policies(texts, trace, say=note)
             yield from ((c, None) for c in with_model if c[0] != PLAIN)
         for system in systems:
-            own, named = load_system(system, trace, recordings)
-            yield named, own
+            own, one = load_system(system, trace, recordings)
+            yield one, own
 
     def load(self) -> None:
         """Load the models, and what drafts; a source without a real decoder is refused."""

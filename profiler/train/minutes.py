@@ -214,8 +214,10 @@ def train_pair(
         seconds = max(seconds / 2, seconds - spent)
     shapes = [TARGET, DRAFT]
     if quick:
-        small = {"hidden_size": 32, "intermediate_size": 64, "heads": 2, "kv_heads": 2}
-        shapes = [replace(TARGET, **small, layers=2), replace(DRAFT, **small, layers=1)]
+        shapes = [
+            replace(shape, hidden_size=32, intermediate_size=64, heads=2, kv_heads=2, layers=layers)
+            for shape, layers in zip(shapes, (2, 1), strict=True)
+        ]
     torch.manual_seed(0)
     target = shapes[0].build(device, torch.float32).train()
     record: dict[str, Any] = {"tokens": len(ids), "documents": len(documents)}
