@@ -173,9 +173,7 @@ def sweeps(repeats: int, times: int = 1) -> range:
 class Repeats:
     """Keeps the least disturbed of a run's repeats, and counts.
 
-    Parameters
-    ----------
-    share: Runs made again per run, over all runs so far: the budget.
+    ``share``: runs made again per run, over all runs so far: the budget.
     """
 
     share: float = 0.5
@@ -210,9 +208,7 @@ class Machine:
     The reference work reads every weight matrix of the target once, by a product with a vector.
     It uses memory like a decoding pass, without the rest of the model.
 
-    Parameters
-    ----------
-    model, device: The target, and where it runs.
+    ``model``, ``device``: the target, and where it runs.
 
     Attributes
     ----------

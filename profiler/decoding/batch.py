@@ -90,11 +90,9 @@ class BatchedDecoder:
     into its place.  ``streams`` lists them in the order they were admitted.  A lone
     sequence takes the same passes as `ModelDecoder`.
 
-    Parameters
-    ----------
-    target, draft:
-        Runners over a shared vocabulary; they hold as many sequences as either has room for.
-    watch_eos: Stop drafting at a drafted EOS, which makes the host wait for every draft step.
+    ``target``, ``draft``: runners over a shared vocabulary; they hold as many sequences as either
+    has room for.  ``watch_eos``: stop drafting at a drafted EOS, which makes the host wait for
+    every draft step.
     """
 
     def __init__(self, target: Runner, draft: Runner, *, watch_eos: bool = True) -> None:

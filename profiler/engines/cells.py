@@ -200,9 +200,7 @@ class Control:
 
     It is a matrix product and a sum over memory, a few milliseconds together on a CPU.
 
-    Parameters
-    ----------
-    device: "cpu", or the name of a GPU (``Engine.meta["device"]``).
+    ``device``: "cpu", or the name of a GPU (``Engine.meta["device"]``).
     """
 
     def __init__(self, device: str = "cpu") -> None:

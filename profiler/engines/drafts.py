@@ -128,10 +128,7 @@ class ForcedDrafts(ReplayDecoder):
 class LookedUp(DraftSource):
     """Drafts that a lookup finds in the request's own tokens or in earlier requests.
 
-    Parameters
-    ----------
-    source: One of `traces.sources.lookups.sources`.
-    eos: Ids never drafted.
+    ``source``: one of `traces.sources.lookups.sources`.  ``eos``: ids never drafted.
     """
 
     def __init__(self, source: LookupSource, eos: frozenset[int] = frozenset()) -> None:

@@ -335,10 +335,8 @@ class BetweenTable(_Measured):
 
     So minutes in which the machine is slow affect that work and the table alike.
 
-    Parameters
-    ----------
-    grid: Sizes that the engine can run.
-    kept: Stores every block; blocks that it holds are not measured again.
+    ``grid``: sizes that the engine can run.  ``kept``: stores every block; blocks that it holds are
+    not measured again.
     """
 
     def __init__(

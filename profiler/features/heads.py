@@ -118,10 +118,8 @@ class Adapter(nn.Module):
     no feed-forward part, and the target's own output projection.  Untrained it is the logit
     lens of its layer.
 
-    Parameters
-    ----------
-    layer: The exit whose states it reads, 1 = after the first layer.
-    width, heads, head_dim: Sizes of the target, whose rotary positions are used, too.
+    ``layer``: the exit whose states it reads, 1 = after the first layer.  ``width``, ``heads``,
+    ``head_dim``: sizes of the target, whose rotary positions are used, too.
     """
 
     def __init__(self, layer: int, width: int, heads: int, head_dim: int) -> None:

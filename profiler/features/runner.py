@@ -333,10 +333,8 @@ class DrawnDrafts:
     that differs on, tokens are the drafter's own draws.  Every start has its own random numbers,
     because at most one round begins there.
 
-    Parameters
-    ----------
-    output: The sampled tokens.
-    target: (tokens, vocab) distributions that they were drawn from.
+    ``output``: the sampled tokens.  ``target``: (tokens, vocab) distributions that they were drawn
+    from.
     """
 
     def __init__(

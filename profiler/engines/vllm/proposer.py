@@ -72,10 +72,8 @@ class OwnDrafter(Governed):
     Drafts that a source dictates (`profiler.engines.drafts.Forced`) are handed on instead of the
     drafter's, whose passes run all the same.
 
-    Parameters
-    ----------
-    runner: vLLM's model runner.
-    longest, vocabulary: Tokens a draft may have; token ids of the engine's model.
+    ``runner``: vLLM's model runner.  ``longest``, ``vocabulary``: tokens a draft may have; token
+    ids of the engine's model.
     """
 
     own_passes = True
