@@ -113,13 +113,14 @@ class Stopwatch:
 
 def _started() -> Callable[[], Timing]:
     """Start a clock of the host; a call returns the time since then."""
-    before, on, begin = involuntary_switches(), thread_time(), perf_counter()
+    before = involuntary_switches()
 
     def read() -> Timing:
         taken = perf_counter() - begin
         off = max(0.0, taken - (thread_time() - on))
         return Timing(taken, off, involuntary_switches() - before)
 
+    on, begin = thread_time(), perf_counter()
     return read
 
 

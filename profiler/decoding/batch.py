@@ -21,7 +21,7 @@ from policies.core import Round
 from policies.together import Member, Together
 from profiler.decoding.single import DraftStep, Emitting, ModelToken, check_prompt
 from profiler.models.runner import Runner
-from profiler.models.sampling import count_matches
+from profiler.models.sampling import count_matches, refuse_nan
 from traces.errors import DraftsimError
 
 
@@ -128,7 +128,7 @@ class BatchedDecoder:
         for model, name in ((self.draft_model, "draft"), (self.target, "target")):
             _, logits = self._pass(model, spans, keep=1, first=first)
             best, picks = logits[:, 0].max(-1)  # (count,)
-            _refuse_nan(bool(best.isnan().any()), name)
+            refuse_nan(bool(best.isnan().any()), name, "while decoding a batch")
         for stream, pick in zip(newcomers, picks.tolist(), strict=True):
             self._tokens[stream.row, stream.known] = pick
             stream.in_draft = stream.known
@@ -173,7 +173,7 @@ class BatchedDecoder:
         verdicts = []
         for s in self.streams:
             drafted, tokens, bad = (row[: len(s.draft) + 1] for row in table[s.row])
-            _refuse_nan(any(bad), "target")
+            refuse_nan(any(bad), "target", "while decoding a batch")
             accepted = s.judge(count_matches(drafted[1:], tokens))
             verdicts.append(BatchVerdict(accepted, tokens, s.ends_after(accepted, tokens)))
         return verdicts
@@ -255,14 +255,6 @@ def _on_device(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
         return host.to(device)
     # From pageable memory the host would wait until the device has worked off its queue.
     return host.pin_memory().to(device, non_blocking=True)
-
-
-def _refuse_nan(bad: bool, model: str) -> None:
-    if bad:
-        raise DraftsimError(
-            f"the {model} produced NaN logits while decoding a batch: check its weights and dtype "
-            "(bfloat16 or float32 instead of float16 often helps)"
-        )
 
 
 def speculate_batch(

@@ -396,8 +396,7 @@ class EngineTable(_Measured):
         return len(self.grid.blocks())
 
     def run(self, advance: Callable[[int], None] = lambda _: None) -> LatencyTable:
-        """Measure the sweeps, the held-out cells and points between, then what was disturbed
-        again.
+        """Measure the sweeps, held-out cells and points between, then disturbed cells again.
 
         ``advance`` is called after each block of a sweep, with the sweep's number from 0 on.
         """

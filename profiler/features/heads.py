@@ -142,8 +142,7 @@ class Adapter(nn.Module):
         return self
 
     def projected(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of (..., tokens, width) states: (..., heads, tokens,
-        head_dim).
+        """Map (..., tokens, width) -> queries, keys and values (..., heads, tokens, head_dim).
 
         ``cos``, ``sin``: (tokens, head_dim) of the tokens' positions.
         """

@@ -38,7 +38,6 @@ from profiler.models.runner import Runner
 from profiler.models.sampling import (
     ROWS,
     Scored,
-    check_finite,
     coupled,
     drafted,
     draw,
@@ -46,6 +45,7 @@ from profiler.models.sampling import (
     log_softmax_at,
     pick,
     probs,
+    refuse_nan,
     scored,
     tempered,
     top10_log_prob,
@@ -298,8 +298,9 @@ class Recorder:
             "draft_path_logprob": log_probs_at(draft_logits, output, self.sampling),
             "target_path_logprob": log_probs_at(target_logits, output, self.sampling),
         }
-        check_finite(on_path["draft_logsumexp"], "draft", "while recording")
-        check_finite(on_path["target_logsumexp"], "target", "while recording")
+        for name in ("draft", "target"):
+            bad = bool(on_path[f"{name}_logsumexp"].isnan().any())
+            refuse_nan(bad, name, "while recording")
         starts, lengths = self._tail_plan(match)
         branches = Branches(path.shape[0], int(prompt.shape[0]) + starts)
         rows = self._tails(branches, lengths, proposal[starts])

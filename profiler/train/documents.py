@@ -172,8 +172,7 @@ def _sections(text: str, separator: str) -> Iterator[str]:
 
 
 def cut_prompt(text: str, encode: Callable[[str], list[int]]) -> str | None:
-    """Return the first lines of a document as a prompt of _PROMPT_TOKENS tokens, or None if none
-    fits.
+    """Return a document's first lines as a prompt of _PROMPT_TOKENS tokens; None if none fits.
 
     The length aimed at differs by document. The cut is at the end of a line, before its line
     break: there the prompt's tokens are the first tokens of the document, as in training.

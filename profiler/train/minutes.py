@@ -141,8 +141,7 @@ def descent(model: torch.nn.Module, rate: float = 1.0, **settings: Any) -> Desce
 
 
 def prediction_loss(model: Any, tokens: Tensor, teacher: Any | None = None) -> Tensor:
-    """Return cross-entropy, nats a token, to the next token, or to the teacher's distribution over
-    it.
+    """Return cross-entropy, nats a token, to the next token, or to the teacher's distribution.
 
     `tokens` is int64 (rows, length + 1): the first `length` of each row are read.
     """
