@@ -22,8 +22,6 @@ from profiler.engines.session import Session, Setup
 from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import Demand, EngineStep, LoadRun
 
-CONTROL_EVERY_S = 0.5
-"""Seconds between two runs of the control load during a load; it takes a few milliseconds."""
 SLICE_S = 1.0
 """Seconds that a load runs before the next of the loads that share the engine."""
 SWEEPS = 4
@@ -90,7 +88,8 @@ class RunningLoad:
                 continue
             step = engine.step()
             self._now_s = time.perf_counter() - start_s
-            if start_s + self._now_s - controlled_s > CONTROL_EVERY_S:
+            # Every half second, for a few milliseconds.
+            if start_s + self._now_s - controlled_s > 0.5:
                 start_s, controlled_s = self._controlled(self._now_s)
             if step is not None:
                 self._take(step)

@@ -28,8 +28,6 @@ Average = Callable[[Sequence[float]], Any]
 """How a cell is made of its samples: `np.median` or `np.mean`."""
 DISTURBED = 1.1
 """Samples are dropped, if enough remain, from this multiple of the control load's usual time on."""
-USUAL = 0.25
-"""Quantile of the control load's times that counts as its usual time."""
 SWING = float(np.log(1.5))
 """Ratios beyond this are outliers, of the control load or of the engine."""
 TEXT, KINDS, SEARCHES = 512, 200, 50
@@ -94,7 +92,7 @@ def _times(sample: Sample, factor: float) -> Sample:
 
 def usual_control_s(samples: Samples) -> float:
     """Return the control load's lower quartile over the whole measurement."""
-    return float(np.quantile([s.control_s for own in samples.values() for s in own], USUAL))
+    return float(np.quantile([s.control_s for own in samples.values() for s in own], 0.25))
 
 
 def cells_of(kept: Samples, own_passes: bool = False, average: Average = np.median) -> pd.DataFrame:

@@ -38,8 +38,6 @@ draft's weights in the processor's caches, which the target's pass left full of 
 """
 SHORT = 2
 """Draft passes of a short round, at most."""
-MOST_PREFILLED = 4096
-"""Most tokens of a measured prefill of a batch; further tokens take as long each."""
 
 Pass = Callable[[int, int], Callable[[], object]]
 """From tokens fed and context to the call that makes the pass."""
@@ -168,11 +166,12 @@ def pass_blocks(
     """
     verify = passes_of(target, grid, batch, filled)
     propose = None if draft is None else passes_of(draft, grid, batch, filled)
+    # In a batch, further tokens of a prefill take as long each.
     blocks = [
         Block([[Step(name, "prefill", length, 0, passes.prefill(length), batch)]])
         for name, passes in (("target", verify), ("draft", propose)) if passes is not None
         for length in grid.prompts
-        if length <= passes.runner.cache.slots and (batch == 1 or batch * length <= MOST_PREFILLED)
+        if length <= passes.runner.cache.slots and (batch == 1 or batch * length <= 4096)
     ]  # fmt: skip
 
     def whole(width: int, context: int) -> Callable[[], object]:

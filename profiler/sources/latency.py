@@ -25,14 +25,13 @@ from traces.sources.starts.trees import candidates
 
 LATER = 3
 """Passes of one token after a round's first."""
-DRAFTER_WIDTHS = (1, 2, 3, 5, 9)
 CONTEXTS = (32, 128, 256)
 PROMPTS = (32, 64, 128, 256)
 
 
 def measure_drafters(
     target: LayerRunner, drafters: Mapping[str, FeatureDrafter | GrownTrees], repeats: int,
-    widths: Sequence[int] = DRAFTER_WIDTHS, contexts: Sequence[int] = CONTEXTS,
+    widths: Sequence[int] = (1, 2, 3, 5, 9), contexts: Sequence[int] = CONTEXTS,
     batches: Sequence[int] = (1,), longest: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
     """Measure cells of the passes of `drafters` alone; columns as in `traces.latency.table`.
