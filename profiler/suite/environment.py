@@ -213,11 +213,11 @@ class Units:
         self._own: dict[str, Unit] = {name: unit for name, unit in read if unit is not None}
         self.units = dict(self._own)
         self.limits: dict[str, str] = {}
-        """What this device or model does not hold, by name."""
+        """Parts that this device or model does not hold, by name."""
         self.late: dict[str, str] = {}
-        """What there was no time for, by name."""
+        """Parts that there was no time for, by name."""
         self.failed: dict[str, str] = {}
-        """Errors, by what they stopped."""
+        """Errors, by the part that they stopped."""
         self.stopped: str | None = None
         """Why the stage broke off, if it did."""
 
