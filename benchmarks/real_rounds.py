@@ -16,7 +16,7 @@ import torch
 
 from policies.registry import parse_policy
 from profiler.checks.differences import explain, rounds_differ
-from profiler.checks.spot_check import Arm, run_arms
+from profiler.checks.spot_check import PlannedPolicy, run_requests
 from profiler.models.loading import choose_dtype, load_pair
 from profiler.recording.run import model_path
 from traces import find_trace
@@ -48,21 +48,24 @@ def main() -> None:
         dtype=options.dtype,
     )  # fmt: skip
     kind = choose_dtype(options.dtype, pair.device)
-    arms = [Arm(p, parse_policy(p, max_gamma=trace.max_gamma)) for p in options.policy or POLICIES]
+    planned = [
+        PlannedPolicy(p, parse_policy(p, max_gamma=trace.max_gamma))
+        for p in options.policy or POLICIES
+    ]
     done = 0
 
     def advance() -> None:
         nonlocal done
         done += 1
-        print(f"{done} of {len(arms) * len(trace.requests)} runs", file=sys.stderr, flush=True)
+        print(f"{done} of {len(planned) * len(trace.requests)} runs", file=sys.stderr, flush=True)
 
-    runs = run_arms(pair, trace, arms, repeats=1, advance=advance)
-    for arm in arms:
-        real, expected = runs.logs[arm.label], replay(trace, arm.policy, name=arm.name)
-        causes = explain(real, expected, runs.outputs[arm.label], trace, kind)
+    runs = run_requests(pair, trace, planned, repeats=1, advance=advance)
+    for run in planned:
+        real, expected = runs.logs[run.label], replay(trace, run.policy, name=run.name)
+        causes = explain(real, expected, runs.outputs[run.label], trace, kind)
         why = sorted({difference["cause"] for difference in causes})
         print(
-            f"{arm.name}: {rounds_differ(real, expected)} of {len(expected)} rounds differ"
+            f"{run.name}: {rounds_differ(real, expected)} of {len(expected)} rounds differ"
             + (f" ({', '.join(why)})" if why else "")
         )
 

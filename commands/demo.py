@@ -111,7 +111,7 @@ def say_recorded() -> None:
 def _profiled(out: Path, size: Size) -> None:
     """Record and measure the bundled pair into the folder `out`."""
     from commands.profile.recording import RecordingJob, run_profile
-    from profiler.checks.turns import PLACE
+    from profiler.checks.interleaved import PLACE
     from profiler.latency.table import Grid
     from profiler.profile import Settings
     from profiler.recording.run import BUNDLED, RunInfo, claimed, only_writer

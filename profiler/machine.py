@@ -32,9 +32,7 @@ except ImportError:  # Windows
 
 
 def involuntary_switches() -> int:
-    """Return how often the system took the processor from this thread (or process); 0 if
-    unknown.
-    """
+    """Return how often the system took the processor from this thread; 0 if unknown."""
     if resource is None:
         return 0
     who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
@@ -84,12 +82,9 @@ class Stopwatch:
         """Run once; the device is idle before and after."""
         if self._cuda:
             return self._marked([run])[0]
-        before, on = involuntary_switches(), thread_time()
-        begin = perf_counter()
+        read = _started()
         run()
-        taken = perf_counter() - begin
-        off = max(0.0, taken - (thread_time() - on))
-        return Timing(taken, off, involuntary_switches() - before)
+        return read()
 
     def each(self, runs: Sequence[Callable[[], object]]) -> list[Timing]:
         """Run one call after another; the device is idle before the first and after the last.
@@ -103,19 +98,30 @@ class Stopwatch:
         """Return the times between events on a GPU's stream."""
         torch.cuda.synchronize()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
-        before, on = involuntary_switches(), thread_time()
-        begin = perf_counter()
+        read = _started()
         marks[0].record()
         for run, mark in zip(runs, marks[1:], strict=True):
             run()
             mark.record()
         torch.cuda.synchronize()
-        off = perf_counter() - begin - (thread_time() - on)
-        count = involuntary_switches() - before
+        _, off, count = read()
         taken = [float(start.elapsed_time(stop)) / 1e3 for start, stop in pairwise(marks)]
         whole = sum(taken)
-        share = min(max(off / whole, 0.0), 1.0) if count and whole > 0 else 0.0
+        share = min(off / whole, 1.0) if count and whole > 0 else 0.0
         return [Timing(t, share * t, 0 if i else count) for i, t in enumerate(taken)]
+
+
+def _started() -> Callable[[], Timing]:
+    """Start a clock of the host; a call returns the time since then."""
+    before = involuntary_switches()
+
+    def read() -> Timing:
+        taken = perf_counter() - begin
+        off = max(0.0, taken - (thread_time() - on))
+        return Timing(taken, off, involuntary_switches() - before)
+
+    on, begin = thread_time(), perf_counter()
+    return read
 
 
 class Elapsed:
@@ -136,17 +142,14 @@ def timed(device: torch.device) -> Iterator[Elapsed]:
     span, cuda = Elapsed(), device.type == "cuda"
     if cuda:
         torch.cuda.synchronize(device)
-    before, on = involuntary_switches(), thread_time()
-    begin = perf_counter()
+    read = _started()
     try:
         yield span
     finally:
         if cuda:
             torch.cuda.synchronize(device)
-        taken = perf_counter() - begin
-        off = max(0.0, taken - (thread_time() - on))
-        count = involuntary_switches() - before
-        span.timing = Timing(taken, 0.0 if cuda and not count else off, count)
+        taken = read()
+        span.timing = taken._replace(off_s=0.0) if cuda and not taken.switches else taken
         gc.enable()
 
 
@@ -163,9 +166,7 @@ WARMING = 1
 
 
 def sweeps(repeats: int, times: int = 1) -> range:
-    """Return numbers of the sweeps of a measurement: those below 0 warm up, `times` as many as
-    usual.
-    """
+    """Return a measurement's numbers of sweeps; below 0 they warm up, `times` as many as usual."""
     return range(-WARMING * times, repeats)
 
 
@@ -173,10 +174,7 @@ def sweeps(repeats: int, times: int = 1) -> range:
 class Repeats:
     """Keeps the least disturbed of a run's repeats, and counts.
 
-    Parameters
-    ----------
-    share:
-        Runs made again per run, over all runs so far: the budget.
+    ``share``: runs made again per run, over all runs so far: the budget.
     """
 
     share: float = 0.5
@@ -202,18 +200,6 @@ class Repeats:
         return best
 
 
-def counts(repeats: Sequence[Repeats]) -> dict[str, Any]:
-    """Return the figures of `traces.machine` that describe runs, over several counters."""
-    kept = sum((r.kept for r in repeats), Timing(0.0))
-    return {
-        "runs": sum(r.runs for r in repeats),
-        "disturbed": sum(r.disturbed for r in repeats),
-        "repeated": sum(r.repeated for r in repeats),
-        "off": kept.off,
-        "switches": kept.switches,
-    }
-
-
 STAT = Path("/proc/stat")
 
 
@@ -223,15 +209,11 @@ class Machine:
     The reference work reads every weight matrix of the target once, by a product with a vector.
     It uses memory like a decoding pass, without the rest of the model.
 
-    Parameters
-    ----------
-    model, device:
-        The target, and where it runs.
+    ``model``, ``device``: the target, and where it runs.
 
     Attributes
     ----------
-    taken:
-        Seconds of the reference work, every time it was done.
+    taken: Seconds of the reference work, every time it was done.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -251,12 +233,15 @@ class Machine:
 
     def state(self, repeats: Sequence[Repeats]) -> dict[str, Any]:
         """Return the figures so far, those of runs from their counters."""
-        middle = spread = None
+        kept, middle, spread = sum((r.kept for r in repeats), Timing(0.0)), None, None
         if self.taken:
             low, middle, high = (float(q) for q in np.quantile(self.taken, [0.25, 0.5, 0.75]))
             spread = (high - low) / 2
         return {
-            **counts(repeats), **self._others(),
+            "runs": sum(r.runs for r in repeats),
+            "disturbed": sum(r.disturbed for r in repeats),
+            "repeated": sum(r.repeated for r in repeats),
+            "off": kept.off, "switches": kept.switches, **self._others(),
             "reference_s": middle, "reference_spread_s": spread,
         }  # fmt: skip
 

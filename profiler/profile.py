@@ -39,14 +39,8 @@ from traces.latency.table import LatencyTable
 from traces.store.checkpoint import Checkpoint
 from traces.store.files import write_latency, write_trace
 
-PULSE = 8
-"""Blocks of passes between two timings of the reference work."""
 LEAST_PROMPTS = 4
 """Prompts that are recorded even if the time is over."""
-HOST_REPEATS = 7
-"""Most sweeps over the host's work, whose runs make real passes."""
-RULE_REPEATS = 25
-"""Most sweeps over what lossy rules take."""
 NEAR_TIE = 1e-3
 """Top-2 logit margins below this count as near-ties: in lower precision the other may win."""
 
@@ -96,7 +90,7 @@ class LatencyProfile:
 
     def step(self) -> None:
         """Run the next block of a sweep, and now and then the reference work."""
-        if self.sweeps.steps % PULSE == 0:
+        if self.sweeps.steps % 8 == 0:
             self._machine.pulse()
         self.sweeps.step()
 
@@ -109,7 +103,9 @@ class LatencyProfile:
         cells = self.sweeps.cells()
         parts = [cells, *self._host(cells)]
         if not passes_alone:
-            parts += [self._rules(), *self._layers()]
+            longest, repeats = self._grid.longest, min(25, self._grid.repeats)
+            parts.append(measure_rules(*self._runners, longest=longest, repeats=repeats))
+            parts += self._layers()
         meta = {
             "kind": "measured", "mode": "eager", "estimator": "mean", **self._pair.meta,
             "machine": self._machine.state([self.sweeps.repeats]),
@@ -127,15 +123,10 @@ class LatencyProfile:
         for name, runner in zip(("target", "draft"), self._runners, strict=True):
             yield measure_layers(runner, name, few)
 
-    def _rules(self) -> pd.DataFrame:
-        """Return what lossy rules take to judge the pair's drafts."""
-        repeats = min(RULE_REPEATS, self._grid.repeats)
-        return measure_rules(*self._runners, longest=self._grid.longest, repeats=repeats)
-
     def _host(self, cells: pd.DataFrame) -> Iterator[pd.DataFrame]:
         """Yield the host's time in rounds, alone and at every batch."""
         if not self._short:
-            repeats = min(HOST_REPEATS, self._grid.repeats)
+            repeats = min(7, self._grid.repeats)  # each run makes real passes
             yield measure_host(*self._runners, repeats=repeats, longest=self._grid.longest)
             if self._batched is not None:
                 yield measure_batch_host(*self._batched, self._grid.batches)

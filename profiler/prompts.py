@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from traces.acceptance.schema import Request
 from traces.errors import DraftsimError
 from traces.replay.quality import reference_number
 from traces.store.text import json_lines, read_text
@@ -40,12 +41,7 @@ class Prompt:
     """Tests of the code that answers it; None if it asks for no code."""
 
 
-class _Sorted(Protocol):
-    @property
-    def category(self) -> str: ...
-
-
-Item = TypeVar("Item", bound=_Sorted)
+Item = TypeVar("Item", Prompt, Request)
 
 
 def read_prompts(
@@ -143,9 +139,7 @@ def _code(row: dict[str, Any], where: str) -> CodeTask | None:
 
 
 def _answer(row: dict[str, Any], key: str, where: str) -> str | None:
-    """Return the number that the field `key` names as what solves the prompt; None if it names
-    none.
-    """
+    """Return the number that solves the prompt, as the field `key` names it; None without."""
     given = row.get(key)
     if isinstance(given, list):
         given = given[0] if given else None

@@ -23,7 +23,7 @@ from commands.engine.options import named_loads
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
 from profiler.engines import loads as running
-from profiler.engines.bench import EngineGrid
+from profiler.engines.cells import EngineGrid
 from profiler.engines.drafts import EngineDrafts, Forced, LookedUp
 from profiler.engines.engine import EngineOptions
 from profiler.engines.measure import BetweenTable, EngineTable
@@ -40,7 +40,7 @@ from traces import synthetic_trace, write_latency
 from traces.sources.lookups.sources import PLD
 
 LONGEST, BATCH = 6, 4
-TURN_S = 0.03
+SLICE_S = 0.03
 """A load takes a tenth of a second, in which its arms are to take turns."""
 MODEL: dict[str, Any] = {
     "max_model_len": 256, "dtype": "float32", "more": {"num_gpu_blocks_override": 512},
@@ -221,7 +221,7 @@ def lookups(folder: Path) -> dict[str, Any]:
 
 def run(made: Callable[[Path], dict[str, Any]], folder: Path) -> None:
     folder.mkdir()
-    running.TURN_S = TURN_S
+    running.SLICE_S = SLICE_S
     (folder / "runs.json").write_text(json.dumps(made(folder)))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from policies import DraftPolicy
 from policies.core import own_copy, speculate
 from profiler.checks.differences import output_of, rounds_differ
-from profiler.checks.spot_check import Arm, run_arms
+from profiler.checks.spot_check import PlannedPolicy, run_requests
 from profiler.models.loading import Pair
 from profiler.sources.run import SourceRunner
 from traces.acceptance.trace import Trace
@@ -20,15 +20,15 @@ from traces.replay.run import replay
 from traces.sources import Recordings, Source, replay_source
 
 
-def assert_decoded_as_replayed(pair: Pair, trace: Trace, arms: Sequence[Arm]) -> None:
-    """Every arm has the rounds of its replay, and writes the recorded outputs."""
-    measured = run_arms(pair, trace, arms, repeats=1)
-    for arm in arms:
-        expected = replay(trace, arm.policy, name=arm.name)
-        np.testing.assert_array_equal(measured.logs[arm.name].rounds, expected.rounds)
-        assert rounds_differ(measured.logs[arm.name], expected) == 0
+def assert_decoded_as_replayed(pair: Pair, trace: Trace, planned: Sequence[PlannedPolicy]) -> None:
+    """Every run has the rounds of its replay, and writes the recorded outputs."""
+    measured = run_requests(pair, trace, planned, repeats=1)
+    for run in planned:
+        expected = replay(trace, run.policy, name=run.name)
+        np.testing.assert_array_equal(measured.logs[run.name].rounds, expected.rounds)
+        assert rounds_differ(measured.logs[run.name], expected) == 0
         for i in range(len(trace.requests)):
-            assert measured.outputs[arm.name][i] == output_of(trace, i), arm.name
+            assert measured.outputs[run.name][i] == output_of(trace, i), run.name
 
 
 class SourceRun(NamedTuple):

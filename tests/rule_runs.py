@@ -7,7 +7,7 @@ from functools import cache
 from policies import parse_policy
 from policies.rules.base import VerifyRule
 from policies.rules.registry import parse_rule
-from profiler.checks.spot_check import Arm, Measured, run_arms
+from profiler.checks.spot_check import Measured, PlannedPolicy, run_requests
 from tests import bundled
 from traces.acceptance.trace import Trace
 
@@ -18,9 +18,13 @@ def short_trace() -> Trace:
     return bundled.record(3, max_new=16)
 
 
-def decode(text: str, trace: Trace, policy: str = "fixed:gamma=5") -> tuple[Arm, Measured]:
-    arm = Arm(policy, parse_policy(policy, max_gamma=trace.max_gamma), parse_rule(text))
-    return arm, run_arms(bundled.pair(), trace, [arm], repeats=1)
+def decode(
+    text: str, trace: Trace, policy: str = "fixed:gamma=5"
+) -> tuple[PlannedPolicy, Measured]:
+    planned = PlannedPolicy(
+        policy, parse_policy(policy, max_gamma=trace.max_gamma), parse_rule(text)
+    )
+    return planned, run_requests(bundled.pair(), trace, [planned], repeats=1)
 
 
 def prepared(text: str) -> VerifyRule:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from profiler.engines import bench, loads
-from profiler.engines.bench import EngineGrid
+from profiler.engines import cells, loads
+from profiler.engines.cells import EngineGrid
 from profiler.engines.engine import EngineOptions
 from profiler.engines.session import Governed
 from traces import write_latency
@@ -42,14 +42,14 @@ class Clock:
         """Let loads and cells be timed by it; every control load takes a millisecond."""
         time = SimpleNamespace(perf_counter=lambda: cls.now_s, sleep=cls.advance)
         monkeypatch.setattr(loads, "time", time)
-        monkeypatch.setattr(bench, "time", time)
-        monkeypatch.setattr(bench, "Control", Control)
+        monkeypatch.setattr(cells, "time", time)
+        monkeypatch.setattr(cells, "Control", Control)
         monkeypatch.setattr(loads, "Control", Control)
         monkeypatch.setattr(cls, "slower", 1.0)
 
 
 class Control:
-    """A replacement of `profiler.engines.bench.Control`."""
+    """A replacement of `profiler.engines.cells.Control`."""
 
     def __init__(self, device: str = "cpu") -> None:
         del device

@@ -16,8 +16,8 @@ from commands.common.progress import progress_bar
 from policies import SVIP, ConfidenceFreeze, DraftPolicy, Fixed, Round
 from policies.together import Synchronise, together_of
 from profiler.checks.differences import output_of, rounds_differ
-from profiler.checks.spot_check import Arm, groups_of, run_arms, run_batches
-from profiler.checks.turns import LEAST_REPEATS, order
+from profiler.checks.interleaved import LEAST_REPEATS, order
+from profiler.checks.spot_check import PlannedPolicy, groups_of, run_batches, run_requests
 from profiler.decoding.batch import BatchedDecoder, speculate_batch
 from profiler.decoding.forced import ForcedStream
 from profiler.latency.host import measure_batch_host
@@ -118,24 +118,27 @@ def test_runs_of_limited_time_are_whole_repeats_of_the_first_requests(batch: int
             "repeats": repeats, "advance": advance, "in_time": lambda: not late
         }  # fmt: skip
         if batch == 1:
-            arms = [Arm("fixed", Fixed(3)), Arm("svip", SVIP(gamma_max=GAMMA))]
-            measured = run_arms(pair(), trace(), arms, **limited)
-            for arm in arms:
+            planned = [
+                PlannedPolicy("fixed", Fixed(3)),
+                PlannedPolicy("svip", SVIP(gamma_max=GAMMA)),
+            ]
+            measured = run_requests(pair(), trace(), planned, **limited)
+            for run in planned:
                 count = measured.times["request"].nunique()
-                assert len(measured.outputs[arm.name]) == count
-                assert len(measured.logs[arm.name].requests) == count
+                assert len(measured.outputs[run.name]) == count
+                assert len(measured.logs[run.name].requests) == count
             return measured.times
-        some = [Arm("fixed", Fixed(3)), Arm("freeze", ConfidenceFreeze())]
+        some = [PlannedPolicy("fixed", Fixed(3)), PlannedPolicy("freeze", ConfidenceFreeze())]
         ran = run_batches(pair(), trace(), some, batches=(batch,), **limited)
-        for arm in some:
-            count = len(ran.logs[arm.name, batch].requests)
+        for run in some:
+            count = len(ran.logs[run.name, batch].requests)
             assert -(-count // batch) == ran.times["request"].nunique()
         return ran.times
 
     whole = times(1000)
     assert whole["request"].nunique() == len(groups_of(9, batch))
     assert (whole.groupby(["policy", "request"]).size() == 2).all()
-    two = times(9)  # two repeats of two arms on two requests, and one run of the third
+    two = times(9)  # two repeats of two policies on two requests, and one run of the third
     assert two["request"].tolist() == whole["request"].tolist()[:4] * 2
     assert times(4)["repeat"].unique().tolist() == [0]  # the second repeat lacked a run
     assert times(1000, 3, late=True)["repeat"].tolist() == [0, 0, 1, 1]
@@ -144,13 +147,13 @@ def test_runs_of_limited_time_are_whole_repeats_of_the_first_requests(batch: int
 
 
 def test_run_batches_reports_every_group() -> None:
-    arms = [Arm("fixed", Fixed(3)), Arm("freeze", ConfidenceFreeze())]
+    planned = [PlannedPolicy("fixed", Fixed(3)), PlannedPolicy("freeze", ConfidenceFreeze())]
     beats: list[int] = []
     run = run_batches(
-        pair(), trace(), arms, batches=(1, 4), repeats=2, advance=lambda: beats.append(1)
+        pair(), trace(), planned, batches=(1, 4), repeats=2, advance=lambda: beats.append(1)
     )
     groups = {1: 9, 4: 3}
-    assert len(beats) == 2 * len(arms) * sum(groups.values())
+    assert len(beats) == 2 * len(planned) * sum(groups.values())
     counts = run.times.groupby(["policy", "batch", "repeat"]).size()
     assert {(b, n) for (_, b, _), n in counts.items()} == set(groups.items())
     assert (run.times["wall_s"] > 0).all()
@@ -206,6 +209,6 @@ def test_sampled_traces_and_bad_batches_are_refused() -> None:
         trace().columns, trace().requests, GAMMA, {**trace().meta, "sampling": {"temperature": 0.7}}
     )
     with pytest.raises(DraftsimError, match=r"sampled at temperature 0\.7"):
-        run_batches(pair(), sampled, [Arm("fixed", Fixed(2))])
+        run_batches(pair(), sampled, [PlannedPolicy("fixed", Fixed(2))])
     with pytest.raises(DraftsimError, match="batch is 0"):
-        run_batches(pair(), trace(), [Arm("fixed", Fixed(2))], batches=(2, 0))
+        run_batches(pair(), trace(), [PlannedPolicy("fixed", Fixed(2))], batches=(2, 0))

@@ -17,7 +17,7 @@ from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import HFHeuristic
 from profiler import machine as repeats
 from profiler.checks.differences import output_of, rounds_differ
-from profiler.checks.spot_check import Arm, assisted_generation, run_arms, run_batches
+from profiler.checks.spot_check import PlannedPolicy, assisted_generation, run_batches, run_requests
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
 from profiler.models.runner import Runner
@@ -39,8 +39,8 @@ POLICIES = (
 )  # fmt: skip
 
 
-def named(texts: tuple[str, ...], trace: Trace) -> list[Arm]:
-    return [Arm(t, parse_policy(t, max_gamma=trace.max_gamma)) for t in texts]
+def named(texts: tuple[str, ...], trace: Trace) -> list[PlannedPolicy]:
+    return [PlannedPolicy(t, parse_policy(t, max_gamma=trace.max_gamma)) for t in texts]
 
 
 @pytest.mark.invariant(1)
@@ -62,10 +62,12 @@ def test_what_warms_up_is_run_and_not_kept(batched: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr(repeats, "WARMING", warming)
         begun.clear()
         if batched:
-            made = run_batches(bundled.pair(), trace, [Arm("it", learner)], batches=(1,), repeats=1)
+            made = run_batches(
+                bundled.pair(), trace, [PlannedPolicy("it", learner)], batches=(1,), repeats=1
+            )
             log = made.logs["it", 1]
         else:
-            alone = run_arms(bundled.pair(), trace, [Arm("it", learner)], repeats=1)
+            alone = run_requests(bundled.pair(), trace, [PlannedPolicy("it", learner)], repeats=1)
             made, log = alone, alone.logs["it"]
         assert len(made.times) == 2
         found.append((log.rounds.tolist(), len(begun)))
@@ -140,7 +142,7 @@ def test_sampled_rounds_agree_with_replay_in_distribution(sampling: Sampling) ->
     policy = Fixed(4)
     replayed = replay(trace, policy)
     assert replayed.fidelity == "exact in distribution"
-    measured = run_arms(bundled.pair(), trace, [Arm("fixed", policy)], repeats=1)
+    measured = run_requests(bundled.pair(), trace, [PlannedPolicy("fixed", policy)], repeats=1)
     real = measured.logs["fixed"]
     per_prompt = []
     for log in (replayed, real):
@@ -275,7 +277,7 @@ def test_a_recording_of_other_weights_is_refused() -> None:
     other = {**bundled.pair().meta, "draft": {"fingerprint": "of another model"}}
     stale = Trace(trace.columns, trace.requests, trace.max_gamma, {**trace.meta, **other})
     with pytest.raises(DraftsimError, match=r"draft model.s weights .* are not those"):
-        run_arms(bundled.pair(), stale, named(("fixed",), trace), repeats=1)
+        run_requests(bundled.pair(), stale, named(("fixed",), trace), repeats=1)
 
 
 def test_prompts_that_do_not_fit_are_refused_with_the_numbers() -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from commands.demo import FULL, QUICK
 from commands.validate.flow import Given
 from commands.validate.spot_check import SpotCheck
-from profiler.checks.turns import PLACE
+from profiler.checks.interleaved import PLACE
 from profiler.prompts import read_prompts
 from profiler.recording.run import BUNDLED
 from tests.conftest import Run

@@ -16,7 +16,7 @@ from policies.core import speculate
 from policies.lengths.basic import Fixed
 from profiler import profile
 from profiler.checks.differences import rounds_differ
-from profiler.checks.spot_check import Arm, assisted_generation, run_arms, run_batches
+from profiler.checks.spot_check import PlannedPolicy, assisted_generation, run_batches, run_requests
 from profiler.decoding.single import ModelDecoder
 from profiler.latency.table import Grid
 from profiler.models import loading
@@ -114,19 +114,19 @@ def test_the_latency_table_is_measured(case: Case, monkeypatch: pytest.MonkeyPat
 
 
 def test_real_and_forced_runs_of_single_streams_and_batches(case: Case) -> None:
-    arms = [Arm("fixed", Fixed(3))]
+    planned = [PlannedPolicy("fixed", Fixed(3))]
     for forced in (False, True):
-        measured = run_arms(case.pair, case.greedy, arms, forced=forced, repeats=1)
+        measured = run_requests(case.pair, case.greedy, planned, forced=forced, repeats=1)
         real, expected = measured.logs["fixed"], replay(case.greedy, Fixed(3), name="fixed")
         assert len(real) > 0
         if forced:
             assert rounds_differ(real, expected) == 0
         both = run_batches(
-            case.pair, case.greedy, [Arm("fixed", Fixed(2))], batches=(1, 2), repeats=1,
+            case.pair, case.greedy, [PlannedPolicy("fixed", Fixed(2))], batches=(1, 2), repeats=1,
             forced=forced,
         )  # fmt: skip
         assert set(both.times["batch"]) == {1, 2}
-    run_arms(case.pair, case.sampled, arms, repeats=1)
+    run_requests(case.pair, case.sampled, planned, repeats=1)
     prompt = torch.tensor(case.greedy.requests[0].prompt_ids, device=CUDA)
     tokens, passes, _ = assisted_generation(case.pair, prompt, 8, num_assistant_tokens=3)
     assert len(tokens) == 8

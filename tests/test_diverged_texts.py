@@ -155,7 +155,7 @@ def test_a_source_s_text_that_diverged_is_not_a_round_that_differs(
     request_of: int, run: Run, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows are in the order of the policies, even if another ran the first request left."""
-    own = spot_check.run_arms
+    own = spot_check.run_requests
 
     def diverged(*given: Any, **named: Any) -> Measured:
         """Return real runs, with another text and other rounds from a position on."""
@@ -169,7 +169,7 @@ def test_a_source_s_text_that_diverged_is_not_a_round_that_differs(
         measured.logs["pld"] = replace(log, rounds=rounds)
         return measured
 
-    monkeypatch.setattr(spot_check, "run_arms", diverged)
+    monkeypatch.setattr(spot_check, "run_requests", diverged)
     options = ("--policy", "pld", "--repeats", 1, "--json", "-")
     plain, row = run("validate", "--run", small_run, *options).rows
     assert (plain["policy"], row["policy"]) == ("autoregressive", "pld")

@@ -17,7 +17,7 @@ import pytest
 from policies import Round, parse_policy
 from policies.batch.tables import BatchTable
 from policies.together import Policy
-from profiler.engines.bench import Cell, EngineGrid, Sample
+from profiler.engines.cells import Cell, EngineGrid, Sample
 from profiler.engines.drafts import EngineDrafts, Forced
 from profiler.engines.measure import cells_of
 from profiler.engines.session import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from

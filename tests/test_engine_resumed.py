@@ -17,8 +17,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from profiler.checks.turns import DONE, PLACE
-from profiler.engines import bench, loads, vllm
+from profiler.checks.interleaved import DONE, PLACE
+from profiler.engines import cells, loads, vllm
 from profiler.engines import served as clients
 from profiler.engines.drafts import Forced
 from profiler.engines.loads import RunningLoad
@@ -243,13 +243,13 @@ def test_what_was_added_on_a_slower_machine_is_predicted_from_both_hours(
 ) -> None:
     """Each repeat has as many sweeps, and none is left out for being of a slow hour."""
     advanced: list[float] = []
-    block = bench.Bench.block
+    block = cells.CellTimer.block
 
-    def counted(self: bench.Bench, *given: Any) -> Any:
+    def counted(self: cells.CellTimer, *given: Any) -> Any:
         advanced.append(Clock.slower)
         return block(self, *given)
 
-    monkeypatch.setattr(bench.Bench, "block", counted)
+    monkeypatch.setattr(cells.CellTimer, "block", counted)
     first = check(folder, 1, "--remeasure")
     assert max(abs(row["error"]) for row in first.rows) < 0.03
     Clock.slower = 1.5

@@ -16,7 +16,7 @@ from commands.engine.check import engine_options, grid_of, often, predicted
 from commands.engine.profile import say_slow_dtype
 from policies import parse_policy
 from profiler.engines import measure, vllm
-from profiler.engines.bench import Cell, EngineGrid, Sample
+from profiler.engines.cells import Cell, EngineGrid, Sample
 from profiler.engines.engine import EngineOptions
 from profiler.engines.measure import (
     SWING,
@@ -286,7 +286,7 @@ def test_batches_that_a_load_often_decodes_are_measured_themselves() -> None:
 
 
 class Bent:
-    """A bench of an engine whose cost bends between the batches measured; notes its blocks."""
+    """A timer of an engine whose cost bends between the batches measured; notes its blocks."""
 
     def __init__(self, engine: Any, seed: int) -> None:
         self.blocks: list[list[Cell]] = []
@@ -302,7 +302,7 @@ class Bent:
 def test_what_a_table_can_do_without_is_measured_in_the_time_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float, left_out: int
 ) -> None:
-    monkeypatch.setattr(measure, "Bench", Bent)
+    monkeypatch.setattr(measure, "CellTimer", Bent)
     options = EngineOptions("m", longest=4, max_batch=4)
     meta = {"engine": {"own_drafter": False}, "device": "cpu"}
     engine: Any = SimpleNamespace(options=options, meta=meta)
@@ -319,7 +319,7 @@ def test_what_a_table_can_do_without_is_measured_in_the_time_left(
 def test_one_sweep_is_measured_in_any_case_and_further_ones_in_the_time_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float, visits: int
 ) -> None:
-    monkeypatch.setattr(measure, "Bench", Bent)
+    monkeypatch.setattr(measure, "CellTimer", Bent)
     options = EngineOptions("m", longest=4, max_batch=4)
     engine: Any = SimpleNamespace(
         options=options, meta={"engine": {"own_drafter": False}, "device": "cpu"}
@@ -339,7 +339,7 @@ def test_one_sweep_is_measured_in_any_case_and_further_ones_in_the_time_left(
 def test_a_gpu_runs_every_size_once_before_it_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between_runs: bool
 ) -> None:
-    monkeypatch.setattr(measure, "Bench", Bent)
+    monkeypatch.setattr(measure, "CellTimer", Bent)
     options = EngineOptions("m", longest=4, max_batch=4)
     grid = replace(GRID, sweeps=1, held_out=1.0)
     runs: dict[str, Any] = {}
@@ -355,8 +355,8 @@ def test_a_gpu_runs_every_size_once_before_it_is_timed(
             runs[device].run()
     timed, warm = runs["cpu"], runs["NVIDIA H200"]
     every = timed.grid.blocks()
-    assert warm._bench.blocks[: len(every)] == every
-    assert len(warm._bench.blocks) == len(every) + len(timed._bench.blocks)
+    assert warm._timer.blocks[: len(every)] == every
+    assert len(warm._timer.blocks) == len(every) + len(timed._timer.blocks)
     assert {c: len(own) for c, own in warm.samples.items()} == {
         c: len(own) for c, own in timed.samples.items()
     }

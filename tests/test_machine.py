@@ -20,7 +20,6 @@ from profiler.machine import (  # noqa: E402  # noqa: E402  # noqa: E402
     Repeats,
     Stopwatch,
     Timing,
-    counts,
     involuntary_switches,
     matrix_vector_products,
     read_stat,
@@ -84,7 +83,7 @@ def test_a_disturbed_run_is_discarded_and_made_again() -> None:
     kept = [again.best(lambda: (taken := next(runs), taken))[0] for _ in range(3)]
     assert kept == [QUIET] * 3
     assert (again.runs, again.disturbed, again.repeated) == (3, 2, 2)
-    found = counts([again])
+    found = Machine(torch.nn.Module(), CPU).state([again])
     assert (found["runs"], found["disturbed"], found["repeated"], found["off"]) == (3, 2, 2, 0)
 
 

@@ -33,7 +33,7 @@ from profiler.checks import spot_check
 from tests.few_cells import few_cells, given
 fewer = few_cells()
 fewer.__enter__()
-spot_check.run_arms = given(spot_check.run_arms, repeats=1)
+spot_check.run_requests = given(spot_check.run_requests, repeats=1)
 """
 """Notebooks 1 and 5 measure: what they show does not depend on how often."""
 SIMULATED = """

@@ -9,7 +9,7 @@ import pytest
 from policies.lengths.cmasd import CMASD
 from policies.registry import parse_policy
 from policies.rules.registry import parse_rule
-from profiler.suite.checks import ARMS, arms_of
+from profiler.suite.checks import POLICIES, planned_policies
 from simulator.chosen import load_policies
 from simulator.papers.cmasd import SERVED, batch_rows, cmasd_rows, comparison
 from simulator.papers.compare import REAL_RUNS
@@ -108,8 +108,8 @@ def test_the_vocabulary_is_the_pairs_own_everywhere(ours: Ours) -> None:
     assert replay(trace, CMASD(gamma_max=16, vocab_size=32000)).rounds.tolist() != (
         asked.rounds.tolist()
     )
-    [arm] = [a for a in arms_of(trace, ARMS) if a.name == "cm-asd"]
-    assert arm.policy.vocab_size == trace.vocab_size  # type: ignore[attr-defined]
+    [run] = [a for a in planned_policies(trace, POLICIES) if a.name == "cm-asd"]
+    assert run.policy.vocab_size == trace.vocab_size  # type: ignore[attr-defined]
 
 
 def test_without_a_vocabulary_nobody_guesses_one(ours: Ours) -> None:

@@ -110,7 +110,7 @@ def test_errors_name_the_remedy() -> None:
 
 def test_real_decoding_has_the_rounds_of_replay() -> None:
     pytest.importorskip("torch")
-    from profiler.checks.spot_check import Arm
+    from profiler.checks.spot_check import PlannedPolicy
     from tests import bundled
     from tests.replayed import assert_decoded_as_replayed
 
@@ -119,4 +119,4 @@ def test_real_decoding_has_the_rounds_of_replay() -> None:
     for estimates in ("isotonic", "logistic"):
         kind: Any = estimates
         policy = fit_rate_optimal(trace, latency, range(3), estimates=kind).policy
-        assert_decoded_as_replayed(bundled.pair(), trace, [Arm("own", policy)])
+        assert_decoded_as_replayed(bundled.pair(), trace, [PlannedPolicy("own", policy)])

@@ -18,7 +18,7 @@ from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.registry import parse_rule
 from profiler.checks.differences import output_of, rounds_differ
-from profiler.checks.spot_check import Arm, real_run, run_arms
+from profiler.checks.spot_check import PlannedPolicy, real_run, run_requests
 from profiler.decoding.single import ModelDecoder, judge
 from profiler.models.sampling import scored
 from tests import bundled
@@ -46,19 +46,19 @@ LOSSY = (
 @pytest.mark.parametrize("text", EXACT)
 def test_exact_settings_decode_greedily_round_for_round(text: str) -> None:
     trace = short_trace()
-    arm, measured = decode(text, trace)
-    log = measured.logs[arm.label]
-    expected = replay(trace, arm.policy)
+    planned, measured = decode(text, trace)
+    log = measured.logs[planned.label]
+    expected = replay(trace, planned.policy)
     np.testing.assert_array_equal(log.rounds, expected.rounds)
     assert rounds_differ(log, expected) == 0
-    assert measured.outputs[arm.label] == [output_of(trace, i) for i in range(3)]
+    assert measured.outputs[planned.label] == [output_of(trace, i) for i in range(3)]
     assert log.mismatched is not None
     assert not log.mismatched.any()
     assert [r.tokens for r in log.requests] == [r.tokens for r in trace.requests]
     # The decoder's log-likelihoods against the recorder's, which come from other passes.
     values = trace.columns["target_path_logprob"][trace.on_path].astype(float)
     sums = np.add.reduceat(values, trace.request_starts[:-1])
-    np.testing.assert_allclose(measured.log_likelihoods[arm.label], sums, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(measured.log_likelihoods[planned.label], sums, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_first_round_of_every_prompt_is_the_replays(text: str, policy: str) -> N
 def test_a_lossy_rule_departs_from_greedy_output() -> None:
     """The tests above would also pass if the rule were never asked."""
     trace = short_trace()
-    arm, measured = decode("spec-verification:beta=50,tau=100", trace)
-    log = measured.logs[arm.label]
-    lossless = replay(trace, arm.policy)
+    planned, measured = decode("spec-verification:beta=50,tau=100", trace)
+    log = measured.logs[planned.label]
+    lossless = replay(trace, planned.policy)
     assert log.rounds["accepted"].mean() > lossless.rounds["accepted"].mean()
-    assert measured.outputs[arm.label] != [output_of(trace, i) for i in range(3)]
+    assert measured.outputs[planned.label] != [output_of(trace, i) for i in range(3)]
     assert log.mismatched is not None
     assert log.mismatched.sum() > 0
     assert log.verify == "spec-verification:beta=50,tau=100"
@@ -102,16 +102,16 @@ def test_a_lossy_rule_departs_from_greedy_output() -> None:
 def test_emitted_tokens_are_counted_and_scored_as_one_pass_would() -> None:
     """Outputs, log-likelihoods and mismatches against one plain pass over each output."""
     trace = short_trace()
-    arm, measured = decode("lossy-global:tau=0.1", trace)
-    log = measured.logs[arm.label]
+    planned, measured = decode("lossy-global:tau=0.1", trace)
+    log = measured.logs[planned.label]
     assert log.mismatched is not None
     target, _ = bundled.runners()
     for i, request in enumerate(log.requests):
-        output = torch.tensor(measured.outputs[arm.label][i])
+        output = torch.tensor(measured.outputs[planned.label][i])
         path = torch.cat([torch.tensor(request.prompt_ids), output])
         logits = target.forward(path[:-1], 0, keep=len(output)).float()
         own = torch.log_softmax(logits, -1).gather(1, output[:, None]).sum()
-        assert measured.log_likelihoods[arm.label][i] == pytest.approx(float(own), abs=1e-2)
+        assert measured.log_likelihoods[planned.label][i] == pytest.approx(float(own), abs=1e-2)
         departures = int((logits.argmax(-1) != output).sum())
         assert departures == log.mismatched[log.rounds["request"] == i].sum()
         emitted = log.rounds["emitted"][log.rounds["request"] == i].sum()
@@ -142,13 +142,13 @@ def test_what_cannot_be_decoded_is_refused() -> None:
     pair = bundled.pair()
     lossy = parse_rule("lossy-global")
     with pytest.raises(DraftsimError, match="drop --verify"):
-        run_arms(pair, trace, [Arm("fixed", Fixed(2), lossy)], forced=True, repeats=1)
-    oracle = Arm("oracle", parse_policy("oracle", max_gamma=24), lossy)
+        run_requests(pair, trace, [PlannedPolicy("fixed", Fixed(2), lossy)], forced=True, repeats=1)
+    oracle = PlannedPolicy("oracle", parse_policy("oracle", max_gamma=24), lossy)
     with pytest.raises(DraftsimError, match="drop this policy"):
-        run_arms(pair, trace, [oracle], repeats=1)
-    sampled = Arm("fixed", Fixed(2), parse_rule("ensemble:mode=sample"))
+        run_requests(pair, trace, [oracle], repeats=1)
+    sampled = PlannedPolicy("fixed", Fixed(2), parse_rule("ensemble:mode=sample"))
     with pytest.raises(DraftsimError, match="use mode=greedy"):
-        run_arms(pair, trace, [sampled], repeats=1)
+        run_requests(pair, trace, [sampled], repeats=1)
 
 
 def test_scores_are_the_recorded_ones() -> None:
@@ -211,11 +211,13 @@ def test_a_stochastic_rules_seed_reproduces(sampling: Sampling) -> None:
 def test_lossless_as_lenience_one_keeps_the_sampled_output() -> None:
     """At factor 1 the rule never rescues, so coins, residuals and outputs are unchanged."""
     trace = bundled.record(3, sampling=Sampling(1.0), max_new=16, seed=3)
-    plain = Arm("fixed:gamma=5", Fixed(5))
-    measured = run_arms(bundled.pair(), trace, [plain], repeats=1)
-    arm, ruled = decode("lenience:mode=sample,factor=1", trace)
-    np.testing.assert_array_equal(ruled.logs[arm.label].rounds, measured.logs[plain.label].rounds)
-    assert ruled.outputs[arm.label] == measured.outputs[plain.label]
+    plain = PlannedPolicy("fixed:gamma=5", Fixed(5))
+    measured = run_requests(bundled.pair(), trace, [plain], repeats=1)
+    planned, ruled = decode("lenience:mode=sample,factor=1", trace)
+    np.testing.assert_array_equal(
+        ruled.logs[planned.label].rounds, measured.logs[plain.label].rounds
+    )
+    assert ruled.outputs[planned.label] == measured.outputs[plain.label]
 
 
 def test_a_cut_that_a_rule_cannot_know_is_refused() -> None:
@@ -231,17 +233,17 @@ def test_a_sampled_run_is_not_taken_for_a_greedy_one(tmp_path: Path) -> None:
     greedy = bundled.record(2, max_new=8)
     sampled = bundled.record(2, Sampling(1.0), max_new=8)
     for trace in (greedy, sampled):
-        arm, measured = decode("lossy-global", trace, "fixed:gamma=4")
+        planned, measured = decode("lossy-global", trace, "fixed:gamma=4")
         about = {"sampling": trace.sampling.meta}
-        write_run(real_run(bundled.pair(), greedy, arm, measured, about), tmp_path)
+        write_run(real_run(bundled.pair(), greedy, planned, measured, about), tmp_path)
     runs = [read_run(file) for file in find_runs(tmp_path)]
     assert len(runs) == 2
-    assert arm.rule is not None
+    assert planned.rule is not None
     for trace in (greedy, sampled):
-        found = find_run(runs, arm.policy, arm.rule, trace)
+        found = find_run(runs, planned.policy, planned.rule, trace)
         assert found is not None
         assert found.meta["sampling"] == trace.sampling.meta
-    assert find_run(runs, arm.policy, arm.rule, bundled.record(2, Sampling(0.5), 8)) is None
+    assert find_run(runs, planned.policy, planned.rule, bundled.record(2, Sampling(0.5), 8)) is None
 
 
 def test_a_calibrated_memory_is_the_same_once_read_again(tmp_path: Path) -> None:
@@ -255,12 +257,12 @@ def test_a_calibrated_memory_is_the_same_once_read_again(tmp_path: Path) -> None
     loaded = OnlineCorrectionMemory.load(tmp_path / "memory.npz")
     runs = {}
     for name, table in (("kept", memory), ("loaded", loaded), ("empty", None)):
-        arm = Arm("fixed", Fixed(5), CSD(threshold=0, tau=1e-3, memory=table))
-        measured = run_arms(bundled.pair(), trace, [arm], repeats=1)
-        log = measured.logs[arm.label]
+        planned = PlannedPolicy("fixed", Fixed(5), CSD(threshold=0, tau=1e-3, memory=table))
+        measured = run_requests(bundled.pair(), trace, [planned], repeats=1)
+        log = measured.logs[planned.label]
         assert isinstance(log.rule, CSD)
         runs[name] = (
-            log.rounds.tobytes(), measured.outputs[arm.label], log.rule.table.items(),
+            log.rounds.tobytes(), measured.outputs[planned.label], log.rule.table.items(),
             log.rule.table.sizes[-3:],
         )  # fmt: skip
     assert runs["kept"] == runs["loaded"]
@@ -271,10 +273,10 @@ def test_a_calibrated_memory_is_the_same_once_read_again(tmp_path: Path) -> None
 def test_rules_share_a_run_in_order_and_are_not_the_callers() -> None:
     trace = short_trace()
     rule = CSD(threshold=0)
-    arm = Arm("fixed", Fixed(5), rule)
-    measured = run_arms(bundled.pair(), trace, [arm], repeats=2)
+    planned = PlannedPolicy("fixed", Fixed(5), rule)
+    measured = run_requests(bundled.pair(), trace, [planned], repeats=2)
     assert len(rule.table) == 0
-    ended = measured.logs[arm.label].rule
+    ended = measured.logs[planned.label].rule
     assert isinstance(ended, CSD)
     assert len(ended.table.sizes) == len(trace.requests)
     counts = measured.times.groupby("repeat")["rounds"].sum()

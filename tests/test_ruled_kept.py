@@ -22,8 +22,8 @@ from traces.store.outputs import file_name, find_runs, quality, read_run, write_
 
 def test_runs_are_kept_with_their_outputs(tmp_path: Path) -> None:
     trace = short_trace()
-    arm, measured = decode("lossy-global", trace)
-    run = real_run(bundled.pair(), trace, arm, measured, {"note": "here"})
+    planned, measured = decode("lossy-global", trace)
+    run = real_run(bundled.pair(), trace, planned, measured, {"note": "here"})
     path = write_run(run, tmp_path)
     assert path.stem == file_name(run.log) == "fixed_gamma-5+lossy-global"
     assert find_runs(tmp_path) == [path]
@@ -45,8 +45,8 @@ def test_runs_are_kept_with_their_outputs(tmp_path: Path) -> None:
 def test_quality_of_the_greedy_output_is_perfect() -> None:
     pytest.importorskip("sacrebleu")
     trace = short_trace()
-    arm, measured = decode("csd:threshold=inf", trace)
-    run = real_run(bundled.pair(), trace, arm, measured, {})
+    planned, measured = decode("csd:threshold=inf", trace)
+    run = real_run(bundled.pair(), trace, planned, measured, {})
     seen = quality(run.outputs, trace)
     assert seen.agreement == 1
     assert seen.relative_bleu == pytest.approx(100)

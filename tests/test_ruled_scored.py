@@ -93,8 +93,8 @@ def test_answers_are_those_of_the_prompts_file_before_those_recorded() -> None:
 
 def test_files_from_before_there_were_scores_still_read(tmp_path: Path) -> None:
     trace = short_trace()
-    arm, measured = decode("csd:threshold=inf", trace)
-    run = real_run(bundled.pair(), trace, arm, measured, {}, {trace.requests[0].id: "7"})
+    planned, measured = decode("csd:threshold=inf", trace)
+    run = real_run(bundled.pair(), trace, planned, measured, {}, {trace.requests[0].id: "7"})
     path = write_run(run, tmp_path)
     assert [o.solved is None for o in read_run(path).outputs] == [False, True, True]
     assert quality(run.outputs, trace).score == "solved 0 of 1 (greedy 0 of 1)"

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, M2M100Config, M2M100ForC
 from commands.common.progress import progress_bar
 from policies import parse_policy
 from profiler.checks.differences import output_of
-from profiler.checks.spot_check import Arm, assisted_generation
+from profiler.checks.spot_check import PlannedPolicy, assisted_generation
 from profiler.latency.passes import fitting_grid
 from profiler.latency.table import Grid
 from profiler.models.loading import load_pair
@@ -162,8 +162,8 @@ def test_real_rounds_equal_replay_for_every_policy(kind: str) -> None:
     trace = recorded(kind)
     assert 0 < (trace.run_lengths > 0).mean() < 1  # the pair both agrees and disagrees
     texts = ("fixed:gamma=4", "svip", *POLICIES.get(kind, ()))
-    arms = [Arm(text, parse_policy(text, max_gamma=GAMMA)) for text in texts]
-    assert_decoded_as_replayed(pair(kind), trace, arms)
+    planned = [PlannedPolicy(text, parse_policy(text, max_gamma=GAMMA)) for text in texts]
+    assert_decoded_as_replayed(pair(kind), trace, planned)
 
 
 def test_transformers_assisted_generation_writes_the_recorded_output() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from commands.common.progress import progress_bar
 from policies.lengths.basic import Fixed
-from profiler.checks.spot_check import Arm
+from profiler.checks.spot_check import PlannedPolicy
 from profiler.features.checkpoint import read_drafter
 from profiler.fetched import places
 from profiler.models.loading import Pair
@@ -50,7 +50,7 @@ def test_real_decoding_is_what_was_recorded(pair: Pair, tmp_path: Path) -> None:
     settings = Settings(max_new_tokens=8, max_gamma=4, chat=True)
     with progress_bar() as progress:
         trace = profile_trace(pair, PROMPTS, settings, tmp_path, progress)
-    assert_decoded_as_replayed(pair, trace, [Arm("fixed:gamma=3", Fixed(3))])
+    assert_decoded_as_replayed(pair, trace, [PlannedPolicy("fixed:gamma=3", Fixed(3))])
 
 
 @pytest.mark.parametrize(

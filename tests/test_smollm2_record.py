@@ -15,7 +15,7 @@ from benchmarks.training.stored import store_draft
 from benchmarks.training.unroll import GrowingCache, target_features
 from commands.common.progress import progress_bar
 from policies.lengths.basic import Fixed
-from profiler.checks.spot_check import Arm
+from profiler.checks.spot_check import PlannedPolicy
 from profiler.features.drafters import EagleDrafter, layer_config
 from profiler.fetched.smollm2 import draft_config, write_folder
 from profiler.models.loading import Pair, load_pair
@@ -63,7 +63,7 @@ def test_real_decoding_is_what_was_recorded(pair: Pair, tmp_path: Path) -> None:
     settings = Settings(max_new_tokens=16, max_gamma=5, chat=True)
     with progress_bar() as progress:
         trace = profile_trace(pair, PROMPTS, settings, tmp_path, progress)
-    assert_decoded_as_replayed(pair, trace, [Arm("fixed:gamma=4", Fixed(4))])
+    assert_decoded_as_replayed(pair, trace, [PlannedPolicy("fixed:gamma=4", Fixed(4))])
 
 
 def test_a_tokenizer_without_a_template_is_one_line(pair: Pair) -> None:

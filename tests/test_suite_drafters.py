@@ -15,7 +15,7 @@ from profiler.features.drafters import Eagle3, EagleDrafter, Mtp, layer_config
 from profiler.recording.run import BUNDLED
 from profiler.suite import checks, trained_stage
 from profiler.suite.__main__ import main
-from profiler.suite.checks import QUICK_ARMS, Checks
+from profiler.suite.checks import QUICK_POLICIES, Checks
 from profiler.suite.environment import COMPLETE, FAILED, REFUSED
 from profiler.suite.trained_stage import QUICK_PROMPTS
 from simulator.validation import check_recording
@@ -77,7 +77,7 @@ def test_drafters_are_recorded_timed_and_decode_as_they_replay(out: Path, folder
         # float32 on one thread: the same rounds.
         assert [n for n, _ in kept["checked"]["rounds_differ_of"].values()] == [0, 0, 0]
         own = runs[runs["pair"] == pair]
-        assert set(own["policy"]) == set(QUICK_ARMS)
+        assert set(own["policy"]) == set(QUICK_POLICIES)
         assert set(own["mode"]) == {"eager"}
         assert (own["wall_s"] > 0).all()
         key = EagleSource(pair.rpartition("+")[2]).key

@@ -140,12 +140,10 @@ def test_a_part_that_fails_leaves_the_trained_stage_the_others(
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs that are measured at once."""
 
-    def latency(
-        place: Any, pair: Any, models: Any, share: Any, ledger: Any, how: list[str]
-    ) -> None:
+    def latency(place: Any, pair: Any, models: Any, share: Any, units: Any, how: list[str]) -> None:
         for mode in how:
             cells = [["target", "forward", 1, 1, 16, 1e-3, 0.0, 3]]
-            ledger.put(f"{pair.name}.{mode}", {"cells": cells, "held_out": []})
+            units.put(f"{pair.name}.{mode}", {"cells": cells, "held_out": []})
 
     def forced(place: Any, unit: Any, models: Any, trace: Any, share: float) -> Any:
         request = trace.requests[0].id
@@ -185,9 +183,9 @@ def test_a_folder_is_of_one_device(
 def test_kernels_of_some_rounds_are_kept(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cells(place: Any, pair: Any, models: Any, share: Any, ledger: Any, how: Any) -> None:
+    def cells(place: Any, pair: Any, models: Any, share: Any, units: Any, how: Any) -> None:
         for mode in how:
-            ledger.put(f"{pair.name}.{mode}", {"cells": [], "held_out": []})
+            units.put(f"{pair.name}.{mode}", {"cells": [], "held_out": []})
 
     monkeypatch.setattr(latency_stage, "_measure_pair", cells)
     with pretended():

@@ -10,7 +10,7 @@ import pandas as pd
 from profiler.models.architectures import PAIRS
 from profiler.suite import MODES, forced_stage, latency_stage
 from profiler.suite.__main__ import SECONDS
-from profiler.suite.checks import ARMS, COLUMNS, MORE_ARMS, REPEATS
+from profiler.suite.checks import COLUMNS, MORE_POLICIES, POLICIES, REPEATS
 from profiler.suite.environment import write_within
 from tests.suite_results import check_files
 from traces.latency.schema import CELL_COLUMNS
@@ -37,9 +37,9 @@ def test_files_of_full_size_are_small_enough(tmp_path: Path) -> None:
     (tmp_path / "latency.json").write_text(json.dumps(kept, indent=1))
     trace = forced_stage.forced_trace(False)
     write_trace(trace, tmp_path / "forced-trace.parquet")
-    policies = len(ARMS) + len(MORE_ARMS)
+    policies = len(POLICIES) + len(MORE_POLICIES)
     runs = len(PAIRS) * len(MODES) * 3 * REPEATS * policies * len(trace.requests)
-    measured = [["llama-3.1-8b+1b", "eager", ARMS[5], "exact", 1, True, 0, f"r{i}", i * 1e-7, i]
+    measured = [["llama-3.1-8b+1b", "eager", POLICIES[5], "exact", 1, True, 0, f"r{i}", i * 1e-7, i]
                 for i in range(runs)]  # fmt: skip
     write_measured(
         MeasuredRuns(pd.DataFrame(measured, columns=list(COLUMNS)), {}),

@@ -85,10 +85,10 @@ def test_models_are_out_of_the_collectors_sight_while_they_run(
         tracked = {id(one) for one in gc.get_objects()}
         seen.append(any(id(model) in tracked for model in models if model is not None))
 
-    def cells(place: Any, pair: Any, models: Any, share: Any, ledger: Any, how: Any) -> None:
+    def cells(place: Any, pair: Any, models: Any, share: Any, units: Any, how: Any) -> None:
         watched(models)
         for mode in how:
-            ledger.put(f"{pair.name}.{mode}", {"cells": [], "held_out": []})
+            units.put(f"{pair.name}.{mode}", {"cells": [], "held_out": []})
 
     def runs(place: Any, unit: Any, models: Any, trace: Any, share: float) -> Any:
         watched(models)

@@ -14,7 +14,7 @@ from profiler.models.architectures import PAIRS, DecoderShape
 from profiler.suite import forced_stage, latency_stage
 from profiler.suite import pair as pair_latency
 from profiler.suite.__main__ import main
-from profiler.suite.environment import Account, Workplace, open_workplace
+from profiler.suite.environment import Units, Workplace, open_workplace
 from profiler.suite.pair import FULL, QUICK, PairMeasurement
 from tests.suite_results import SMALL
 from traces.errors import DraftsimError
@@ -89,10 +89,10 @@ def test_a_pair_that_does_not_fit_is_freed_and_a_smaller_one_named(
     freed: list[bool] = []
     monkeypatch.setattr(DecoderShape, "build", build)
     monkeypatch.setattr(Workplace, "release", release)
-    account = Account(place)
-    assert latency_stage.build_or_none(place, PAIRS[SMALL].miniature(), account) is None
+    units = Units(place, "latency")
+    assert latency_stage.build_or_none(units, PAIRS[SMALL].miniature()) is None
     assert freed == [True]  # before memory is handed back, not after
-    assert account.notes == [f"{SMALL}: out of memory while it was built; --pairs {SMALL} fits"]
+    assert units.notes == [f"{SMALL}: out of memory while it was built; --pairs {SMALL} fits"]
     for run in (latency_stage.run_latency, forced_stage.run_forced):
         built[:] = [lambda: None]
         with pytest.raises(DraftsimError, match=r"nothing was .*: .*out of memory while it was"):

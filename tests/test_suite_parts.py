@@ -12,7 +12,7 @@ from profiler.machine import NoTimeError
 from profiler.models.architectures import PAIRS
 from profiler.suite import MODES, latency_stage
 from profiler.suite import pair as pair_latency
-from profiler.suite.checks import ARMS, MORE_ARMS, arms_of
+from profiler.suite.checks import MORE_POLICIES, POLICIES, planned_policies
 from profiler.suite.environment import Workplace
 from profiler.suite.forced_stage import Unit, forced_trace
 from profiler.suite.pair import (
@@ -156,11 +156,11 @@ def test_held_out_errors_are_those_of_reading_the_table() -> None:
         assert (found["batch"], found["width"], found["context"]) == (4, 5, 40)
 
 
-def test_every_arm_can_be_dictated_by_the_forced_trace() -> None:
+def test_every_policy_can_be_dictated_by_the_forced_trace() -> None:
     trace = forced_trace(True)
-    for arm in arms_of(trace, (*ARMS, *MORE_ARMS)):
-        assert len(replay(trace, arm.policy, name=arm.name)) > 0
-    assert not set(ARMS) & set(MORE_ARMS)
+    for run in planned_policies(trace, (*POLICIES, *MORE_POLICIES)):
+        assert len(replay(trace, run.policy, name=run.name)) > 0
+    assert not set(POLICIES) & set(MORE_POLICIES)
 
 
 def test_units_share_the_time_by_what_they_cost() -> None:

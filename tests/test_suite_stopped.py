@@ -12,7 +12,7 @@ import torch
 from profiler.profile import Settings
 from profiler.suite import MODES, forced_stage, latency_stage, trained_stage
 from profiler.suite.checks import Checks
-from profiler.suite.environment import Account, Ledger, Workplace, open_workplace
+from profiler.suite.environment import Units, Workplace, open_workplace
 from profiler.suite.trained_stage import record_trace
 from tests.suite_results import SMALL, results, suite
 from traces.errors import DraftsimError
@@ -25,9 +25,7 @@ def test_a_stopped_stage_goes_on_where_it_stopped(
 ) -> None:
     done: list[str] = []
 
-    def one(
-        place: Workplace, pair: Any, models: Any, share: float, ledger: Ledger, how: Any
-    ) -> None:
+    def one(place: Workplace, pair: Any, models: Any, share: float, units: Units, how: Any) -> None:
         del place, models, share, how
         if pair.name == "vicuna-7b+68m" and len(done) == 1:
             done.append("stopped")
@@ -35,7 +33,7 @@ def test_a_stopped_stage_goes_on_where_it_stopped(
         done.append(pair.name)
         unit = {"cells": [["target", "forward", 1, 1, 16, 1e-3, 0.0, 3]], "held_out": []}
         for mode in MODES:
-            ledger.put(f"{pair.name}.{mode}", unit)
+            units.put(f"{pair.name}.{mode}", unit)
 
     monkeypatch.setattr(latency_stage, "_measure_pair", one)
     names = [SMALL, "vicuna-7b+68m"]
@@ -138,20 +136,20 @@ def test_recordings_of_other_weights_are_not_taken_over(
         record_trace(place, other, prompts[:1], settings, float("inf"))
 
 
-def test_a_ledger_is_kept_while_parts_are_left(place: Workplace) -> None:
-    ledger = Ledger(place, "forced")
-    ledger.put("a.b", {"rows": []})
-    account = Account(place)
-    account.late["b"] = "no time left"
-    ledger.close(account)
-    assert Ledger(place, "forced").get("a.b") == {"rows": []}
-    account.late.clear()
-    account.failed["c"] = "broken"
-    ledger.close(account)
-    assert Ledger(place, "forced").units == {"a.b": {"rows": []}}
-    ledger.put("of other pairs", {"unfinished": ["layers"]})
-    ledger.close(Account(place))
-    assert Ledger(place, "forced").get("a.b") is not None
-    ledger.put("of other pairs", {"unfinished": []})
-    ledger.close(Account(place))
-    assert Ledger(place, "forced").get("a.b") is None
+def test_units_are_kept_while_parts_are_left(place: Workplace) -> None:
+    units = Units(place, "forced")
+    units.put("a.b", {"rows": []})
+    units.late["b"] = "no time left"
+    units.close()
+    assert Units(place, "forced").get("a.b") == {"rows": []}
+    units.late.clear()
+    units.failed["c"] = "broken"
+    units.close()
+    units = Units(place, "forced")
+    assert units.units == {"a.b": {"rows": []}}
+    units.put("of other pairs", {"unfinished": ["layers"]})
+    units.close()
+    assert Units(place, "forced").get("a.b") is not None
+    units.put("of other pairs", {"unfinished": []})
+    units.close()
+    assert Units(place, "forced").get("a.b") is None

@@ -16,8 +16,8 @@ pytest.importorskip("torch")
 
 from policies import parse_policy
 from policies.rules.registry import parse_rule
-from profiler.checks.spot_check import Arm, DraftModel, Measured, run_arms
-from profiler.checks.turns import PLACE, unfinished
+from profiler.checks.interleaved import PLACE, unfinished
+from profiler.checks.spot_check import DraftModel, Measured, PlannedPolicy, run_requests
 from profiler.recording.run import BUNDLED
 from profiler.sources.run import SourceRunner
 from tests import bundled
@@ -43,9 +43,9 @@ WHAT_RAN = ["policy", "verify", "forced", "repeat", "request", "rounds"]
 
 def decoded(
     trace: Trace, kept: Checkpoint | None, stop_after: int | None = None,
-    arms: Sequence[Arm] | None = None,
+    runs: Sequence[PlannedPolicy] | None = None,
 ) -> Measured:  # fmt: skip
-    """Every arm on every request, stopped in the middle of a request's runs if asked."""
+    """Every planned on every request, stopped in the middle of a request's runs if asked."""
     done = 0
 
     def advance() -> None:
@@ -54,19 +54,21 @@ def decoded(
             raise KeyboardInterrupt
         done += 1
 
-    arms = arms or [Arm(text, parse_policy(text, max_gamma=trace.max_gamma)) for text in TEXTS]
-    return run_arms(bundled.pair(), trace, arms, repeats=REPEATS, advance=advance, kept=kept)
+    runs = runs or [
+        PlannedPolicy(text, parse_policy(text, max_gamma=trace.max_gamma)) for text in TEXTS
+    ]
+    return run_requests(bundled.pair(), trace, runs, repeats=REPEATS, advance=advance, kept=kept)
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the arms whose decoders were opened."""
+    """Names of the runs whose decoders were opened."""
     names: list[str] = []
     draft_model, source = DraftModel.__call__, SourceRunner.decoder
 
-    def of_draft_model(self: DraftModel, arm: Arm, *rest: Any) -> Any:
-        names.append(arm.name)
-        return draft_model(self, arm, *rest)
+    def of_draft_model(self: DraftModel, planned: PlannedPolicy, *rest: Any) -> Any:
+        names.append(planned.name)
+        return draft_model(self, planned, *rest)
 
     def of_source(self: SourceRunner, *given: Any) -> Any:
         names.append(given[0].name)
@@ -128,18 +130,20 @@ def test_a_rule_goes_on_as_if_it_had_not_been_stopped(
     sampling: Sampling, policy: str, rule: str, steps: int, tmp_path: Path, opened: list[str]
 ) -> None:
     trace, _ = whole(sampling)
-    arm = Arm(policy, parse_policy(policy, max_gamma=trace.max_gamma), parse_rule(rule))
-    arms = [Arm("autoregressive", parse_policy("autoregressive")), arm]
-    expected, kept = decoded(trace, None, arms=arms), Checkpoint(tmp_path / "kept", {})
+    planned = PlannedPolicy(
+        policy, parse_policy(policy, max_gamma=trace.max_gamma), parse_rule(rule)
+    )
+    runs = [PlannedPolicy("autoregressive", parse_policy("autoregressive")), planned]
+    expected, kept = decoded(trace, None, runs=runs), Checkpoint(tmp_path / "kept", {})
     with pytest.raises(KeyboardInterrupt):
-        decoded(trace, kept, steps * len(arms), arms)
+        decoded(trace, kept, steps * len(runs), runs)
     assert len(kept.names()) == steps
     opened.clear()
-    resumed = decoded(trace, kept, arms=arms)
+    resumed = decoded(trace, kept, runs=runs)
     again = steps % REQUESTS if policy in LEARNERS else 0  # of the repeat under way
     assert opened.count(policy) == REPEATS * REQUESTS - steps + again
     assert resumed.times[WHAT_RAN].equals(expected.times[WHAT_RAN])
-    mine, own = (measured.logs[arm.label] for measured in (resumed, expected))
+    mine, own = (measured.logs[planned.label] for measured in (resumed, expected))
     np.testing.assert_array_equal(mine.rounds, own.rounds)
     np.testing.assert_array_equal(mine.mismatched, own.mismatched)
     assert resumed.outputs == expected.outputs
@@ -155,12 +159,12 @@ def test_a_memory_that_is_not_learnt_again_is_noticed(
     """The check above would fail if a rule forgot what it had learnt."""
     trace, _ = whole(GREEDY)
     fixed = parse_policy("fixed:gamma=3", max_gamma=trace.max_gamma)
-    arm = Arm("fixed:gamma=3", fixed, parse_rule("csd:threshold=0"))
+    planned = PlannedPolicy("fixed:gamma=3", fixed, parse_rule("csd:threshold=0"))
     kept = Checkpoint(tmp_path / "kept", {})
-    first = run_arms(bundled.pair(), trace, [arm], repeats=1, kept=kept)
+    first = run_requests(bundled.pair(), trace, [planned], repeats=1, kept=kept)
     monkeypatch.setattr("profiler.checks.spot_check.judge_again", lambda *_: None)
-    again = run_arms(bundled.pair(), trace, [arm], repeats=1, kept=kept)
-    tables = (measured.logs[arm.label].rule.table for measured in (first, again))
+    again = run_requests(bundled.pair(), trace, [planned], repeats=1, kept=kept)
+    tables = (measured.logs[planned.label].rule.table for measured in (first, again))
     assert [len(table) > 0 for table in tables] == [True, False]
 
 
@@ -397,7 +401,7 @@ def test_runs_of_another_version_are_another_check(
     options = ("--policy", "fixed:gamma=2", "--repeats", 2, "--no-assisted")
     stopped(folder, run, options, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr("profiler.checks.turns.version", lambda: "another")
+        patch.setattr("profiler.checks.interleaved.version", lambda: "another")
         assert "start from the beginning" in run("validate", "--run", folder, *options).said
     assert "continues after 6 of 8 runs" in run("validate", "--run", folder, *options).said
 

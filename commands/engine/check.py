@@ -18,7 +18,7 @@ from traces.errors import DraftsimError
 from traces.latency.schema import graphs_of
 
 if TYPE_CHECKING:
-    from profiler.engines.bench import EngineGrid
+    from profiler.engines.cells import EngineGrid
     from profiler.engines.engine import Engine, EngineKind, EngineOptions
     from profiler.engines.measure import BetweenTable
     from simulator.engines import Workload
@@ -110,7 +110,7 @@ def check_key(engine: Any, latency: LatencyTable, work: Workload, **more: Any) -
     The rounds that the simulator predicts tell what names do not: a policy's own file that has
     changed since, or another recording.
     """
-    from profiler.checks.turns import version
+    from profiler.checks.interleaved import version
     from profiler.engines.texts import prompts_of
     from profiler.recording.run import digest_of
     from simulator.engines import simulated_rounds
@@ -169,7 +169,7 @@ def grid_of(options: EngineOptions, work: Workload, latency: LatencyTable) -> En
     every closed loop runs one request at a time, or all at once and their prompts fit into one
     iteration.  ``latency`` is the profile of the engine, which tells its CUDA graphs.
     """
-    from profiler.engines.bench import EngineGrid
+    from profiler.engines.cells import EngineGrid
     from simulator.engines import batches_decoded
     from simulator.serving.run import lookahead_of
 

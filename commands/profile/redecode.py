@@ -15,7 +15,7 @@ from traces.errors import DraftsimError, FileError
 
 if TYPE_CHECKING:
     from commands.profile.recording import RecordingJob
-    from profiler.checks.spot_check import Arm
+    from profiler.checks.spot_check import PlannedPolicy
     from profiler.prompts import CodeTask
     from traces.acceptance.trace import Trace
     from traces.store.outputs import Output
@@ -74,8 +74,8 @@ def decode_again(
     """
     from policies.from_file import file_of
     from profiler.checks.differences import answers_to
-    from profiler.checks.spot_check import real_run, run_arms
-    from profiler.checks.turns import check_options, rule_conditions, unfinished
+    from profiler.checks.interleaved import check_options, rule_conditions, unfinished
+    from profiler.checks.spot_check import real_run, run_requests
     from profiler.prompts import read_prompts
     from traces.store.files import read_trace
     from traces.store.outputs import write_run
@@ -85,31 +85,31 @@ def decode_again(
     everything = read_trace(out / "sampled.parquet") if sampled else greedy
     chosen, part = part_of(everything, recording.limit, recording.categories)
     answers = answers_to(greedy, read_prompts(file) if file.is_file() else ())
-    planned = [_arm(job, chosen, memory) for job in wanted]
+    planned = [_planned_run(job, chosen, memory) for job in wanted]
     if memory is None:
         planned = [job for job in planned if not _is_kept(out, *job[:2])]
     if not planned:
         return
-    for arm, trace, _ in planned:
-        note(f"decoding {counted(len(trace.requests), 'prompt')} with {arm.label}")
+    for one, trace, _ in planned:
+        note(f"decoding {counted(len(trace.requests), 'prompt')} with {one.label}")
     pair = recording.load()
     with progress_bar() as progress:
-        for arm, trace, calibrated_on in planned:
-            task = progress.add_task(f"decoding {arm.label}", total=len(trace.requests))
+        for one, trace, calibrated_on in planned:
+            task = progress.add_task(f"decoding {one.label}", total=len(trace.requests))
             advance = partial(progress.advance, task)
-            assert arm.rule is not None
+            assert one.rule is not None
             options = check_options(
-                pair, trace, [], repeats=1, arm=arm.label, file=file_of(arm.policy),
-                calibrated_on=calibrated_on, **rule_conditions(arm.rule),
+                pair, trace, [], repeats=1, arm=one.label, file=file_of(one.policy),
+                calibrated_on=calibrated_on, **rule_conditions(one.rule),
             )  # fmt: skip
             with unfinished(out, options, len(trace.requests), note) as kept:
-                measured = run_arms(pair, trace, [arm], repeats=1, advance=advance, kept=kept)
+                measured = run_requests(pair, trace, [one], repeats=1, advance=advance, kept=kept)
                 provenance = {
                     "run": out.name, "memory_file": memory.name if memory else None,
                     "calibrated_on": calibrated_on, "sampling": trace.sampling.meta,
                 }  # fmt: skip
                 provenance |= {"part": part} if part else {}
-                run = real_run(pair, greedy, arm, measured, provenance, answers)
+                run = real_run(pair, greedy, one, measured, provenance, answers)
                 note(f"wrote {write_run(run, out)}")
             say_memory([run.log])
 
@@ -185,29 +185,29 @@ def part_of(
     return trace.select(keep), "+".join([*categories, *limited])
 
 
-def _is_kept(out: Path, arm: Arm, trace: Trace) -> bool:
-    """Return True if the run folder holds what `arm` decodes of `trace`."""
+def _is_kept(out: Path, planned: PlannedPolicy, trace: Trace) -> bool:
+    """Return True if the run folder holds what `planned` decodes of `trace`."""
     from traces.store.outputs import find_run, find_runs, read_run
 
-    assert arm.rule is not None
+    assert planned.rule is not None
     for file in find_runs(out):
         try:
             run = read_run(file)
         except FileError:
             continue  # damaged: decoded again
-        if find_run([run], arm.policy, arm.rule, trace) is not None:
+        if find_run([run], planned.policy, planned.rule, trace) is not None:
             note(f"{file} is finished and kept: delete it to decode again")
             return True
     return False
 
 
-def _arm(
+def _planned_run(
     job: RunToRecord, trace: Trace, memory: Path | None
-) -> tuple[Arm, Trace, list[str] | None]:
-    """Return the arm of a job, the requests it decodes, and those its memory was calibrated on."""
+) -> tuple[PlannedPolicy, Trace, list[str] | None]:
+    """Return the run of a job, the requests it decodes, and those its memory was calibrated on."""
     from policies.rules.context import CSD
     from policies.rules.memory import OnlineCorrectionMemory
-    from profiler.checks.spot_check import Arm
+    from profiler.checks.spot_check import PlannedPolicy
     from simulator.chosen import load_policies, load_rule
     from traces.replay.corrections import calibrated, split_requests
     from traces.sources.methods import Method, resolved
@@ -220,12 +220,12 @@ def _arm(
             f"the rule {job.rule!r} is lossless: its rounds are those of a replay, which is exact "
             "(`draftsim simulate`)"
         )
-    arm = Arm(name, policy, rule)
+    planned = PlannedPolicy(name, policy, rule)
     learns = isinstance(rule, CSD) and rule.use_memory
     if memory is not None and learns:
-        arm = replace(arm, rule=load_rule(job.rule, memory))
+        planned = replace(planned, rule=load_rule(job.rule, memory))
     if job.split is None:
-        return arm, trace, None
+        return planned, trace, None
     train, rest = split_requests(trace, job.split)
     if not rest:
         raise DraftsimError(f"--split {job.split:g} leaves no prompt to decode: lower it")
@@ -233,5 +233,5 @@ def _arm(
         # What the policy meets decides what is counted, so every job has its own memory.
         table = calibrated(trace.select(train), policy, OnlineCorrectionMemory(rule.capacity))
         table.sizes.clear()  # from here on they are the run's own
-        arm = replace(arm, rule=rule.with_memory(table))
-    return arm, trace.select(rest), [trace.requests[i].id for i in train]
+        planned = replace(planned, rule=rule.with_memory(table))
+    return planned, trace.select(rest), [trace.requests[i].id for i in train]

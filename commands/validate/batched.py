@@ -75,11 +75,11 @@ class BatchRuns(RealRuns):
 
     def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
         """Decode group by group."""
-        from profiler.checks.spot_check import Arm, run_batches
+        from profiler.checks.spot_check import PlannedPolicy, run_batches
 
-        arms = [Arm(*own) for own in self.policies.items()]
+        planned = [PlannedPolicy(*own) for own in self.policies.items()]
         return run_batches(
-            self.pair, self.trace, arms, batches=self.batches, forced=self.forced,
+            self.pair, self.trace, planned, batches=self.batches, forced=self.forced,
             repeats=self.given.repeats, advance=advance, kept=kept,
         )  # fmt: skip
 
@@ -92,8 +92,8 @@ class BatchRuns(RealRuns):
         trace, count = self.trace, len(self.trace.requests)
         dtype = getattr(torch, str(self.pair.meta["dtype"]))
         self.diverged = {
-            arm: {} if self.forced else divergences(trace, outputs, dtype)
-            for arm, outputs in measured.outputs.items()
+            key: {} if self.forced else divergences(trace, outputs, dtype)
+            for key, outputs in measured.outputs.items()
         }
         self.out = {size: groups_left_out(self.diverged, size, count) for size in self.batches}
         ids = {(size, trace.requests[i].id) for size, firsts in self.out.items() for i in firsts}
@@ -110,18 +110,18 @@ class BatchRuns(RealRuns):
         from profiler.checks.differences import with_diverged
 
         del progress
-        arms, count = list(zip(rows["policy"], rows["batch"], strict=True)), len(self.chosen)
+        keys, count = list(zip(rows["policy"], rows["batch"], strict=True)), len(self.chosen)
         rows["rounds_differ"] = [
             requests_differ(
                 measured.logs[name, size], self.requests[name, size],
                 unlike(self.diverged[name, size], self.policies[name], size, count),
             )
-            for name, size in arms
+            for name, size in keys
         ]  # fmt: skip
         if not self.forced:
-            rows = with_diverged(rows, [[*self.diverged[arm].values()] for arm in arms], 0)
+            rows = with_diverged(rows, [[*self.diverged[key].values()] for key in keys], 0)
             rows["requests_left_out"] = [
-                sum(min(size, count - first) for first in self.out[size]) for _, size in arms
+                sum(min(size, count - first) for first in self.out[size]) for _, size in keys
             ]
         if outside := sum(frame.attrs["extrapolated"] for frame in self.requests.values()):
             note(

@@ -31,7 +31,7 @@ from traces.store.files import CHECKED, read_latency, write_latency
 if TYPE_CHECKING:
     from commands.engine.options import CheckedEngine
     from profiler.engines.engine import EngineKind, EngineOptions
-    from profiler.engines.loads import Turn
+    from profiler.engines.loads import PlannedLoad
     from profiler.engines.served import Clients
     from simulator.engines import Workload
     from traces.latency.table import LatencyTable
@@ -76,7 +76,7 @@ def engine_check(
     them.  More `repeats` are added to the runs of a finished check.
     """
     from profiler.engines.engine import find_engine
-    from profiler.engines.loads import TURN_S
+    from profiler.engines.loads import SLICE_S
     from profiler.engines.measure import BetweenTable
     from simulator.engines import Workload, synthetic_rows, with_defaults
 
@@ -113,13 +113,13 @@ def engine_check(
             return synthetic_rows(latency, work, plain, rates)
     if served.http:
         return compare_served(kind, options, latency, work, run)
-    from profiler.checks.turns import unfinished  # loads torch, which an engine has
+    from profiler.checks.interleaved import unfinished  # loads torch, which an engine has
 
     engine = kind.start(options)
     grid = grid_of(options, work, latency) if remeasure else None
     key = check_key(
         engine, latency, work, meta=engine.meta, grid=None if grid is None else vars(grid),
-        turn_s=TURN_S,
+        turn_s=SLICE_S,
     )  # fmt: skip
     total = repeats * len(loads) * len(chosen)
     with unfinished(run, key, total, note, grows=True) as kept:
@@ -148,7 +148,7 @@ def compare_served(
     longer by that factor (`simulator.served.served_rows`).  A stopped check continues from what
     `run` keeps of it, as without a server.
     """
-    from profiler.checks.turns import unfinished, version
+    from profiler.checks.interleaved import unfinished, version
     from profiler.engines.drafts import Forced
     from profiler.engines.served import Clients
     from profiler.engines.session import Setup
@@ -183,7 +183,7 @@ def _measured(
     clients: Clients, work: Workload, sizes: Sequence[int], kept: Checkpoint
 ) -> tuple[dict[tuple[str, str], list[ServedRun]], dict[int, list[ServedRun]]]:  # fmt: skip
     """Return the runs by load and policy, and the control loops by size; what is `kept` is read."""
-    from profiler.engines.loads import in_turn
+    from profiler.engines.loads import planned_loads
     from traces.store.checkpoint import once
     from traces.store.engine_runs import ServedRun
 
@@ -204,19 +204,19 @@ def _measured(
 
     measured: dict[tuple[str, str], list[ServedRun]] = {}
     loads, texts = list(work.loads), list(work.policies)
-    for done, turn in enumerate(in_turn(loads, texts, work.repeats)):
+    for done, planned in enumerate(planned_loads(loads, texts, work.repeats)):
         repeat, place = divmod(done, len(loads) * len(texts))
         if place == 0:
             run_controls(f"before-{repeat:03d}")
 
-        def run(turn: Turn = turn) -> dict[str, Any]:
-            note(f"{turn.load} under {turn.text}, repeat {turn.repeat + 1}")
-            clients.decide(turn.text)
-            with working(f"serving {turn.load}"):
-                return clients.run(work.demands[turn.load]).written()
+        def run(one: PlannedLoad = planned) -> dict[str, Any]:
+            note(f"{one.load} under {one.policy}, repeat {one.repeat + 1}")
+            clients.decide(one.policy)
+            with working(f"serving {one.load}"):
+                return clients.run(work.demands[one.load]).written()
 
-        found = once(kept, turn.name, run)
-        measured.setdefault((turn.load, turn.text), []).append(ServedRun.read(found))
+        found = once(kept, planned.name, run)
+        measured.setdefault((planned.load, planned.policy), []).append(ServedRun.read(found))
     # With fewer repeats, later loops are not counted: each repeat is to have as many.
     run_controls(f"after-{work.repeats:03d}")
     return measured, controls

@@ -198,7 +198,7 @@ class RealRuns(ABC):
         return rows
 
     def _kept(self) -> AbstractContextManager[Checkpoint]:
-        from profiler.checks.turns import check_options, unfinished
+        from profiler.checks.interleaved import check_options, unfinished
 
         work = check_options(
             self.pair, self.trace, self.logs, self.given.repeats,

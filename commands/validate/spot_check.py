@@ -19,7 +19,7 @@ from traces.errors import DraftsimError, SignalError, TailError
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
     from policies.rules.base import VerifyRule
-    from profiler.checks.spot_check import Arm, Measured
+    from profiler.checks.spot_check import Measured, PlannedPolicy
     from simulator.whatif.ranking import Fastest
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
@@ -97,10 +97,10 @@ class SpotCheck(RealRuns):
 
     def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
         """Decode with both models, or as the trace says."""
-        from profiler.checks.spot_check import Arm, run_arms
+        from profiler.checks.spot_check import PlannedPolicy, run_requests
 
-        return run_arms(
-            self.pair, self.trace, [Arm(*own) for own in self.policies.items()],
+        return run_requests(
+            self.pair, self.trace, [PlannedPolicy(*own) for own in self.policies.items()],
             forced=self.forced, repeats=self.given.repeats, advance=advance, kept=kept,
         )  # fmt: skip
 
@@ -273,8 +273,8 @@ class SourceRuns(RealRuns):
             with_model = load_policies(texts, trace, say=note)
             yield from ((c, None) for c in with_model if c[0] != PLAIN)
         for system in systems:
-            own, arm = load_system(system, trace, recordings)
-            yield arm, own
+            own, one = load_system(system, trace, recordings)
+            yield one, own
 
     def load(self) -> None:
         """Load the models, and what drafts; a source without a real decoder is refused."""
@@ -291,20 +291,20 @@ class SourceRuns(RealRuns):
             if source is not None:
                 real.decoder(source, 0)  # one without a real decoder is refused before any run
 
-        def opened(arm: Arm, request: int, repeat: int, rule: VerifyRule | None) -> Any:
-            source = self.sources[arm.name]
+        def opened(run: PlannedPolicy, request: int, repeat: int, rule: VerifyRule | None) -> Any:
+            source = self.sources[run.name]
             if source is None:
-                return own(arm, request, repeat, rule)
+                return own(run, request, repeat, rule)
             return real.decoder(source, request)
 
         self._openers: dict[str, Any] = {"model": own, "opened": opened}
 
     def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
         """Decode with the draft model, or with the source that drafts."""
-        from profiler.checks.spot_check import Arm, run_arms
+        from profiler.checks.spot_check import PlannedPolicy, run_requests
 
-        return run_arms(
-            self.pair, self.whole, [Arm(*own) for own in self.policies.items()],
+        return run_requests(
+            self.pair, self.whole, [PlannedPolicy(*own) for own in self.policies.items()],
             requests=self.chosen, repeats=self.given.repeats, advance=advance, kept=kept,
             **self._openers,
         )  # fmt: skip
@@ -329,8 +329,8 @@ class LossyRuns(RealRuns):
     def __init__(
         self, given: Given, verify: str, memory: Path | None, sampled: bool = False
     ) -> None:
-        from profiler.checks.spot_check import Arm
-        from profiler.checks.turns import rule_conditions
+        from profiler.checks.interleaved import rule_conditions
+        from profiler.checks.spot_check import PlannedPolicy
         from simulator.chosen import load_policies, load_rule
         from simulator.whatif.ranking import predicted_fastest, with_fastest
         from traces.replay.vectorised import replay_many
@@ -351,17 +351,20 @@ class LossyRuns(RealRuns):
             )  # fmt: skip
             chosen = with_fastest(chosen, best, note)
         [(_, plain)] = load_policies([PLAIN], trace)
-        self.arms = [Arm(PLAIN, plain), *(Arm(name, p, rule) for name, p in chosen)]
-        self.policies = {arm.name: arm.policy for arm in self.arms}
+        self.runs = [
+            PlannedPolicy(PLAIN, plain),
+            *(PlannedPolicy(name, p, rule) for name, p in chosen),
+        ]
+        self.policies = {run.name: run.policy for run in self.runs}
         self.logs = list(replay_many(trace, chosen, rule=rule))
         self.conditions = rule_conditions(rule)
 
     def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
         """Decode with both models."""
-        from profiler.checks.spot_check import run_arms
+        from profiler.checks.spot_check import run_requests
 
-        return run_arms(
-            self.pair, self.trace, self.arms, repeats=self.given.repeats, advance=advance, kept=kept
+        return run_requests(
+            self.pair, self.trace, self.runs, repeats=self.given.repeats, advance=advance, kept=kept
         )
 
     def times(self, measured: Measured) -> pd.DataFrame:
@@ -372,7 +375,7 @@ class LossyRuns(RealRuns):
         """Price the rounds really decoded."""
         from simulator.pricing import price
 
-        return [price(measured.logs[arm.label], self.latency) for arm in self.arms]
+        return [price(measured.logs[run.label], self.latency) for run in self.runs]
 
     def compared(self, rows: pd.DataFrame, measured: Measured, progress: Any) -> pd.DataFrame:
         """Add the error of the replay, and the quality of the outputs."""
@@ -383,9 +386,9 @@ class LossyRuns(RealRuns):
         del progress
         extra: list[dict[str, Any]] = [{}]
         differ, answers = [0], answers_to(self.greedy)
-        for arm, theirs in zip(self.arms[1:], self.logs, strict=True):
+        for run, theirs in zip(self.runs[1:], self.logs, strict=True):
             name = {"run": self.given.run.name}
-            real = real_run(self.pair, self.greedy, arm, measured, name, answers)
+            real = real_run(self.pair, self.greedy, run, measured, name, answers)
             mine = real.log
             differ.append(rounds_differ(mine, theirs))
             own, replayed = (float(log.rounds["accepted"].mean()) for log in (mine, theirs))
@@ -398,7 +401,7 @@ class LossyRuns(RealRuns):
                     **asdict(quality(real.outputs, self.greedy)),
                 }
             )
-        say_memory([measured.logs[arm.label] for arm in self.arms])
+        say_memory([measured.logs[run.label] for run in self.runs])
         say_unjudged(self.latency)
         return pd.concat([rows, pd.DataFrame(extra)], axis=1).assign(rounds_differ=differ)
 

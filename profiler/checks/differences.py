@@ -59,10 +59,8 @@ def first_difference(output: Sequence[int], expected: Sequence[int]) -> int | No
     >>> first_difference([5, 6, 7], [5, 6, 8]), first_difference([5], [5, 6])
     (2, 1)
     """
-    both = zip(output, expected, strict=False)
-    shared = min(len(output), len(expected))
-    at = next((t for t, (a, b) in enumerate(both) if a != b), shared)
-    return None if at == len(output) == len(expected) else at
+    both = itertools.zip_longest(output, expected)
+    return next((t for t, (a, b) in enumerate(both) if a != b), None)
 
 
 def divergence(
@@ -130,16 +128,13 @@ def draft_ties(
     """
     found = {}
     for i in range(len(trace.requests)):
-        for a, b in _paired(real, replayed, i, until):
-            if a is None or b is None:
-                break
-            if (a.drafted, a.accepted) == (b.drafted, b.accepted):
-                continue
+        pairs = (pair for pair in _paired(real, replayed, i, until) if _differ(*pair))
+        a, b = next(pairs, (None, None))
+        if a is not None and b is not None:
             # The first drafted token that only one of the two has right, if they differ in that.
             at = int(trace.request_starts[i]) + b.position + min(a.accepted, b.accepted)
             if _closest(trace, "draft", trace.on_path[at : at + 1], dtype) <= NEAR:
                 found[i] = b.position
-            break
     return found
 
 
@@ -207,7 +202,7 @@ def _first_difference(
 ) -> int | None:
     """Return the index of the first round whose outcome or tokens differ."""
     for k, (a, b) in enumerate(itertools.zip_longest(mine, theirs)):
-        if a is None or b is None or (a.drafted, a.accepted) != (b.drafted, b.accepted):
+        if a is None or b is None or _differ(a, b):
             return k
         span = slice(b.position, b.position + b.emitted)
         if list(output[span]) != list(recorded[span]):
@@ -222,11 +217,12 @@ def rounds_differ(
 
     ``until``: by request, the position at which its text diverged; nothing after it is compared.
     """
-    return sum(
-        a is None or b is None or (a.drafted, a.accepted) != (b.drafted, b.accepted)
-        for i in range(len(real.requests))
-        for a, b in _paired(real, replayed, i, until or {})
-    )
+    pairs = (_paired(real, replayed, i, until or {}) for i in range(len(real.requests)))
+    return sum(_differ(a, b) for own in pairs for a, b in own)
+
+
+def _differ(a: Round | None, b: Round | None) -> bool:
+    return a is None or b is None or (a.drafted, a.accepted) != (b.drafted, b.accepted)
 
 
 def _paired(
@@ -244,12 +240,9 @@ class Texts:
 
     Parameters
     ----------
-    outputs:
-        Token ids by arm and request; an arm that is not in it decoded no text of its own.
-    dtype:
-        Number format that the models ran in.
-    learners:
-        Arms whose policy remembers earlier requests.
+    outputs: Token ids by policy and request; a policy that is not in it decoded no text of its own.
+    dtype: Number format that the models ran in.
+    learners: Policies that remember earlier requests.
     """
 
     def __init__(
@@ -261,9 +254,9 @@ class Texts:
         self.diverged = {name: divergences(trace, own, self.dtype) for name, own in outputs.items()}
         found = {i for own in self.diverged.values() for i in own}
         self.left_out = found if len(found) < count else set()
-        """Requests whose seconds are compared under no arm, so that all arms are of the same texts.
+        """Requests whose seconds are compared under no policy, so that all are of the same texts.
 
-        Where every request diverged under some arm none would remain, and none is left out.
+        Where every request diverged under some policy none would remain, and none is left out.
         """
 
     def times(self, times: pd.DataFrame) -> pd.DataFrame:

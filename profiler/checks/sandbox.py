@@ -26,12 +26,9 @@ from policies.json_text import parse_json
 from profiler.prompts import CodeTask
 from traces.errors import DraftsimError
 
-CHILD = Path(__file__).with_name("sandboxed.py")
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(^[ \t]*```|\Z)", re.M | re.S)
 _SPECIAL = re.compile(r"(?:<\|[^<>|\s]+\|>|</s>)+\s*\Z")
 PYTHON = ("", "py", "python", "python3")
-
-
 WALL_S = 30.0
 LIMITS = {
     "RLIMIT_CPU": 5, "RLIMIT_AS": 512 << 20, "RLIMIT_FSIZE": 1 << 20, "RLIMIT_NOFILE": 64,
@@ -92,7 +89,7 @@ def run(
     """
     if sys.platform != "linux":
         raise DraftsimError(f"--run-code needs the limits of Linux; this is {sys.platform}")
-    token = secrets.token_hex(16)
+    token, child = secrets.token_hex(16), str(Path(__file__).with_name("sandboxed.py"))
     job = {
         "code": code, "entry": entry, "tests": tests, "given": given, "cut": cut,
         "token": token, "limits": LIMITS,
@@ -105,7 +102,7 @@ def run(
         asked.write(json.dumps(job).encode())
         asked.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(CHILD)], env={}, cwd=own, stdin=asked,
+            [sys.executable, "-I", "-S", "-B", child], env={}, cwd=own, stdin=asked,
             stdout=answered, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:

@@ -24,7 +24,6 @@ from typing import Any
 
 Namespace = dict[str, Any]
 
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 REFUSED = (
     "os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.system", "subprocess.", "socket.",
     "ctypes.", "os.link", "os.symlink", "os.chown", "os.setxattr", "os.removexattr", "pty.spawn",
@@ -125,9 +124,7 @@ def whole_statements(code: str) -> str:
 
 
 def without(code: str, entry: str) -> ast.Module:
-    """Return the code without definitions and imports of `entry`, so that it tests the one
-    given.
-    """
+    """Return the code without definitions and imports of `entry`: it tests the one given."""
     tree = ast.parse(code)
     kept: list[ast.stmt] = []
     for node in tree.body:
@@ -206,6 +203,7 @@ def confine(limits: dict[str, int]) -> None:
         del sys.modules[name]
     own = os.path.realpath(os.getcwd()) + os.sep
     harmless = (os.devnull, ":memory:", "")
+    writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     real, joined, text, link = os.path.realpath, os.path.join, os.fsdecode, os.readlink
 
     def is_own(path: Any, folder: Any = -1) -> bool:
@@ -217,7 +215,7 @@ def confine(limits: dict[str, int]) -> None:
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
-            fine = not ((args[2] or 0) & WRITES) or is_own(args[0])
+            fine = not ((args[2] or 0) & writes) or is_own(args[0])
         elif event in OWN:
             paths = args[: OWN[event]]
             folders = args[-len(paths) :] if event in FOLDERS else (-1,) * len(paths)

@@ -1,11 +1,10 @@
 """Full runs of policies, one stream or a batch, and of transformers' own assisted generation.
 
-Runs are interleaved (`profiler.checks.turns`).
+Runs are interleaved (`profiler.checks.interleaved`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from policies.together import Together, together_of
 from profiler.checks.differences import output_of, rounds_differ, solves
-from profiler.checks.turns import Attempt, CheckWork, Taken, take_turns
+from profiler.checks.interleaved import Attempt, CheckWork, UnitRun, run_interleaved
 from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_batch
 from profiler.decoding.forced import ForcedDecoder, ForcedStream
 from profiler.decoding.single import ModelDecoder, judge_again
@@ -29,7 +28,6 @@ from profiler.machine import timed
 from profiler.models.loading import Pair, check_same_models
 from profiler.models.runner import Runner
 from profiler.models.seq2seq import decoder_prefix, is_seq2seq, make_runner
-from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 from traces.machine import State
@@ -38,11 +36,11 @@ from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import MEASURED_COLUMNS, OFF_COLUMNS
 from traces.store.outputs import Output, RealRun
 
-__all__ = ["Arm", "DraftModel", "Measured", "rounds_differ", "run_arms"]
+__all__ = ["DraftModel", "Measured", "PlannedPolicy", "rounds_differ", "run_requests"]
 
 
 @dataclass(frozen=True)
-class Arm:
+class PlannedPolicy:
     """A policy to run, under the name it is reported by; losslessly unless a rule is given.
 
     In batches (`run_batches`) the policy may decide for the whole batch.
@@ -69,87 +67,86 @@ class Arm:
         return "exact" if trace.temperature == 0 else "rejection-sampling"
 
 
-Opener = Callable[[Arm, int, int, VerifyRule | None], Any]
-"""Makes a decoder after its prefill, from an arm, a request, a repeat and the repeat's rule."""
+Opener = Callable[[PlannedPolicy, int, int, VerifyRule | None], Any]
+"""Makes a decoder after its prefill, from what is planned, a request, a repeat and its rule."""
 Unit = tuple[int, Any]
 """A batch size, and a group of as many requests."""
 
 
 @dataclass
 class _Requests(CheckWork):
-    """Single requests; an arm learns by its policy and its rule."""
+    """Single requests; a policy and its rule learn from one to the next."""
 
-    arms: Sequence[Arm]
+    planned: Sequence[PlannedPolicy]
     units: Sequence[int]
+    trace: Trace
+    model: DraftModel
     opened: Opener
-    device: torch.device
-    vocab_size: int
-    sampling: Sampling
-    graphs: Callable[[], int]
 
     def captured(self) -> int:
-        return self.graphs()
+        return self.model.captured()
 
-    def label(self, arm: Arm, unit: int) -> str:
-        return arm.label
+    def label(self, run: PlannedPolicy, unit: int) -> str:
+        return run.label
 
-    def begun(self, arm: Arm, unit: int) -> tuple[DraftPolicy, VerifyRule | None]:
+    def begun(self, run: PlannedPolicy, unit: int) -> tuple[DraftPolicy, VerifyRule | None]:
         """Return the repeat's own copies of the policy and rule; no rule where it is lossless."""
-        policy: DraftPolicy = own_copy(arm.policy, self.vocab_size)
-        if arm.lossy is None:
+        vocab_size = self.trace.vocab_size or self.model.target.vocab_size
+        policy: DraftPolicy = own_copy(run.policy, vocab_size)
+        if run.lossy is None:
             return policy, None
-        rule = arm.lossy.fresh()
+        rule, sampling = run.lossy.fresh(), self.trace.sampling
         try:
-            rule.begin_run(self.vocab_size, self.sampling.temperature, self.sampling.top_p)
+            rule.begin_run(vocab_size, sampling.temperature, sampling.top_p)
         except ValueError as error:
-            raise DraftsimError(f"{describe_rule(arm.lossy)}: {error}") from None
+            raise DraftsimError(f"{describe_rule(run.lossy)}: {error}") from None
         return policy, rule
 
-    def attempt(self, repeat: int, unit: int, arm: Arm, learnt: Any) -> Attempt:
+    def attempt(self, repeat: int, unit: int, run: PlannedPolicy, learnt: Any) -> Attempt:
         learner, rule = deepcopy(learnt)
-        decoder = self.opened(arm, unit, repeat, rule)
-        with timed(self.device) as span:
-            rounds = _rounds(decoder, learner.fresh(), arm)
+        decoder = self.opened(run, unit, repeat, rule)
+        with timed(self.model.target.device) as span:
+            rounds = _rounds(decoder, learner.fresh(), run)
         if rule is not None:
             rule.end_request()
         found: dict[str, Any] = {"rounds": rounds, "output": decoder.output}
-        if arm.lossy:
+        if run.lossy:
             found |= {
                 "mismatched": decoder.mismatched, "log_probs": decoder.log_probs,
                 "shown": decoder.shown,
             }  # fmt: skip
         return span.timing, ((learner, rule), found)
 
-    def relearnt(self, ran: Taken, arm: Arm, learnt: Any, policy: bool) -> Any:
+    def relearnt(self, done: UnitRun, run: PlannedPolicy, learnt: Any, policy: bool) -> Any:
         """Return the state after an earlier run; a rule learns from what it was shown there."""
-        learner, _ = super().relearnt(ran, arm, learnt, policy)
+        learner, _ = super().relearnt(done, run, learnt, policy)
         rule = deepcopy(learnt[1])
         if rule is not None:
-            for shown in ran.found["shown"]:
+            for shown in done.found["shown"]:
                 judge_again(rule, shown)
             rule.end_request()
         return learner, rule
 
 
-def _rounds(decoder: Any, policy: DraftPolicy, arm: Arm) -> list[Round]:
+def _rounds(decoder: Any, policy: DraftPolicy, run: PlannedPolicy) -> list[Round]:
     try:
         return list(speculate(decoder, policy))
     except ValueError as error:
         # `Oracle` asks how far the drafts match, which a lossy path does not know.
         if decoder.remaining and decoder.load.run_length is None:
             raise DraftsimError(
-                f"{arm.label} cannot be decoded for real: {error}; drop this policy"
+                f"{run.label} cannot be decoded for real: {error}; drop this policy"
             ) from error
         raise
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Times of every run (`MEASURED_COLUMNS`) and each arm's rounds and outputs, by label.
+    """Times of every run (`MEASURED_COLUMNS`); rounds and outputs of every policy, by label.
 
-    Batches are keyed by arm and batch size.
-    ``log_likelihoods`` holds, for arms with a lossy rule, the target's log-likelihood of
-    each output at T = 1, in nats; ``machine`` how quiet the machine was (`traces.machine`).
+    Those of batches are keyed by policy and batch size.  ``log_likelihoods`` holds, for policies
+    with a lossy rule, the target's log-likelihood of each output at T = 1, in nats; ``machine`` how
+    quiet the machine was (`traces.machine`).
     """
 
     times: pd.DataFrame
@@ -162,8 +159,7 @@ class Measured:
 class DraftModel:
     """Opens requests of a trace with both models of a pair (`Opener`).
 
-    ``forced`` takes drafts and verdicts from the trace instead of the models (see
-    `profiler.decoding.forced`).  ``runner`` makes a model's runner for a number of slots.
+    ``forced`` is that of `run_requests`; ``runner`` makes a model's runner for a number of slots.
     """
 
     def __init__(
@@ -179,9 +175,11 @@ class DraftModel:
         """Return the shapes captured as CUDA graphs so far."""
         return self.target.captured + self.draft.captured
 
-    def __call__(self, arm: Arm, i: int, repeat: int, rule: VerifyRule | None) -> ModelDecoder:
+    def __call__(
+        self, run: PlannedPolicy, i: int, repeat: int, rule: VerifyRule | None
+    ) -> ModelDecoder:
         """Return a decoder after the prefill of request `i`; every repeat draws its own numbers."""
-        del arm
+        del run
         trace = self._trace
         if self._forced:
             return ForcedDecoder(self.target, self.draft, trace, i)
@@ -206,10 +204,10 @@ def check_decodable(pair: Pair, trace: Trace) -> None:
     check_same_models(trace.meta, pair)
 
 
-def run_arms(
+def run_requests(
     pair: Pair,
     trace: Trace,
-    arms: Sequence[Arm],
+    planned: Sequence[PlannedPolicy],
     *,
     requests: Sequence[int] | None = None,
     forced: bool = False,
@@ -220,13 +218,13 @@ def run_arms(
     model: DraftModel | None = None,
     opened: Opener | None = None,
 ) -> Measured:
-    """Decode `requests` of the trace (None: all) for real under every arm, `repeats` times.
+    """Decode `requests` of the trace (None: all) for real as `planned`, `repeats` times.
 
     ``forced`` takes drafts and verdicts from the trace instead of the models (see
-    `profiler.decoding.forced`).  ``advance`` is called after every arm's run of a request.
+    `profiler.decoding.forced`).  ``advance`` is called after every run of a request.
     Policies that learn across requests, and lossy rules, start each repeat without what they
     learnt.  What `kept` holds of an earlier call is not run again, and with `in_time` as many
-    requests are run as there is time for (`take_turns`).
+    requests are run as there is time for (`run_interleaved`).
     ``model`` opens the requests if it exists already, ``opened`` if another source drafts.
 
     Raises
@@ -235,47 +233,45 @@ def run_arms(
         If the trace has no prompts to run (and the run is not forced), or a rule or policy
         cannot run here.
     """
-    if forced and any(arm.lossy for arm in arms):
+    if forced and any(run.lossy for run in planned):
         raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
     if not forced:
         check_decodable(pair, trace)
     own = DraftModel(pair, trace, forced) if model is None else model
-    work = _Requests(
-        arms, range(len(trace.requests)) if requests is None else requests, opened or own,
-        pair.device, trace.vocab_size or own.target.vocab_size, trace.sampling, own.captured,
-    )  # fmt: skip
-    turns = take_turns(pair, work, repeats, advance, kept, in_time)
-    names = {arm.label: (arm.name, arm.verify(trace)) for arm in arms}
-    first: dict[str, list[dict[str, Any]]] = {arm.label: [] for arm in arms}
+    units = range(len(trace.requests)) if requests is None else requests
+    work = _Requests(planned, units, trace, own, opened or own)
+    runs, learnt, machine = run_interleaved(pair, work, repeats, advance, kept, in_time)
+    by_label = {run.label: run for run in planned}
+    first: dict[str, list[dict[str, Any]]] = {label: [] for label in by_label}
     rows: list[tuple[Any, ...]] = []
-    for one in turns.taken:
-        rounds = [Round(*r) for r in one.found["rounds"]]
+    for one in runs:
+        run, rounds = by_label[one.label], [Round(*r) for r in one.found["rounds"]]
         rows.append(
-            (*names[one.label], 1, forced, one.repeat, trace.requests[one.unit].id,
+            (run.name, run.verify(trace), 1, forced, one.repeat, trace.requests[one.unit].id,
              one.timing.wall_s, len(rounds), one.timing.off_s, one.repeated)
         )  # fmt: skip
         if one.repeat == 0:
             first[one.label].append({**one.found, "rounds": rounds})
     logs = {}
-    for arm in arms:
-        done, rule = first[arm.label], turns.learnt[arm.label][1]
+    for label, run in by_label.items():
+        done, rule = first[label], learnt[label][1]
         # With `in_time` only the first requests were run.
-        decoded = [trace.requests[i] for i in work.units[: len(done)]]
+        decoded = [trace.requests[i] for i in units[: len(done)]]
         mismatched = None
         if rule is not None:
             pairs = zip(decoded, done, strict=True)
             decoded = [_emitted(r, ran["output"], pair.eos) for r, ran in pairs]
             mismatched = np.array([n for ran in done for n in ran["mismatched"]], dtype=np.int32)
-        logs[arm.label] = RoundLog(
-            RoundLog.pack(ran["rounds"] for ran in done), decoded, arm.name,
-            verify=arm.verify(trace), reads=arm.policy.reads, first=trace.first,
+        logs[label] = RoundLog(
+            RoundLog.pack(ran["rounds"] for ran in done), decoded, run.name,
+            verify=run.verify(trace), reads=run.policy.reads, first=trace.first,
             mismatched=mismatched, rule=rule,
         )  # fmt: skip
     return Measured(
         pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS]), logs,
         {label: [ran["output"] for ran in done] for label, done in first.items()},
-        {a.label: [sum(r["log_probs"]) for r in first[a.label]] for a in arms if a.lossy},
-        turns.machine,
+        {r.label: [sum(o["log_probs"]) for o in first[r.label]] for r in planned if r.lossy},
+        machine,
     )  # fmt: skip
 
 
@@ -286,20 +282,19 @@ def _emitted(request: Request, output: Sequence[int], eos: frozenset[int]) -> Re
 
 
 def real_run(
-    pair: Pair, greedy: Trace, arm: Arm, measured: Measured, meta: Mapping[str, Any],
+    pair: Pair, greedy: Trace, run: PlannedPolicy, measured: Measured, meta: Mapping[str, Any],
     answers: Mapping[str, str] | None = None,
 ) -> RealRun:  # fmt: skip
-    """Return the rounds and outputs of an arm with a lossy rule.
+    """Return the rounds and outputs of a run with a lossy rule.
 
-    ``greedy`` is the recording of the target's own outputs, which may hold more requests;
-    ``answers`` holds the numbers that solve requests, by id
-    (`profiler.checks.differences.answers_to`).
+    ``greedy`` is the recording of the target's own outputs, which may hold more requests; `answers`
+    are those of `profiler.checks.differences.answers_to`.
     """
     place = {request.id: i for i, request in enumerate(greedy.requests)}
-    log = measured.logs[arm.label]
+    log = measured.logs[run.label]
     outputs = []
     for request, tokens, nats in zip(
-        log.requests, measured.outputs[arm.label], measured.log_likelihoods[arm.label], strict=True
+        log.requests, measured.outputs[run.label], measured.log_likelihoods[run.label], strict=True
     ):
         at, answer = place[request.id], (answers or {}).get(request.id)
         own, ended = output_of(greedy, at), greedy.requests[at].ended
@@ -364,7 +359,7 @@ def groups_of(requests: int, batch: int) -> list[range]:
 def run_batches(
     pair: Pair,
     trace: Trace,
-    arms: Sequence[Arm],
+    planned: Sequence[PlannedPolicy],
     *,
     batches: Sequence[int] = (1, 4, 16),
     forced: bool = False,
@@ -374,25 +369,22 @@ def run_batches(
     in_time: Callable[[], bool] | None = None,
     runner: Callable[[Any, int, int], Runner] = Runner,
 ) -> Measured:
-    """Decode the trace's requests for real under every arm at every batch size.
+    """Decode the trace's requests for real as `planned`, at every batch size.
 
     A batch is static: consecutive requests are decoded together until the slowest has ended, and
     the last group may be smaller (`groups_of`).  Every repeat has all batch sizes.
 
-    The times have a row per arm, batch, repeat and group: ``request`` is the id of the group's
+    The times have a row per policy, batch, repeat and group: ``request`` is the id of the group's
     first request, ``wall_s`` the seconds from the end of the group's prefill to its last token,
     ``rounds`` its iterations.  Round k of a request ran in iteration k of its group.
 
     ``forced`` takes drafts and verdicts from the trace instead of the models.  ``advance``
-    is called after every arm's run of a group.  What `kept` holds of an earlier call is not run
-    again, and with `in_time` as many groups are run as there is time for (`take_turns`).
+    is called after every run of a group.  What `kept` holds of an earlier call is not run
+    again, and with `in_time` as many groups are run as there is time for (`run_interleaved`).
     ``runner`` makes a model's runner for a number of slots and of sequences.
 
-    Raises
-    ------
-    DraftsimError
-        If a batch size is below 1, or the trace was sampled or has no prompts (and the run is
-        not forced).
+    Raises DraftsimError if a batch size is below 1, or the trace was sampled or has no prompts (and
+    the run is not forced).
     """
     if bad := [b for b in batches if b < 1]:
         raise DraftsimError(f"batch is {bad[0]}, expected at least 1")
@@ -403,50 +395,41 @@ def run_batches(
             f"this trace was sampled at temperature {trace.temperature:g}, and batches are decoded "
             "greedily: record at temperature 0, or use --forced"
         )
-    work = _Groups(pair, trace, arms, batches, forced, runner)
-    turns = take_turns(pair, work, repeats, advance, kept, in_time)
-    keys = {work.label(arm, (batch, None)): (arm, batch) for batch in batches for arm in arms}
+    work = _Groups(pair, trace, planned, batches, forced, runner)
+    runs, _, machine = run_interleaved(pair, work, repeats, advance, kept, in_time)
+    keys = {work.label(run, (batch, None)): (run, batch) for batch in batches for run in planned}
     rows: list[tuple[Any, ...]] = []
-    rounds: dict[tuple[str, int], list[list[Round]]] = {}
-    outputs: dict[tuple[str, int], list[list[int]]] = {}
-    for arm, batch in keys.values():
-        rounds[arm.name, batch] = [[] for _ in trace.requests]
-        outputs[arm.name, batch] = [[] for _ in trace.requests]
-    ran = Counter[int]()
-    for one in turns.taken:
-        (arm, batch), (_, group), found = keys[one.label], one.unit, one.found
-        ran[batch] = max(ran[batch], group[-1] + 1)  # the first requests, in whole groups
+    # Rounds and outputs of the first requests in their order, in whole groups.
+    first: dict[str, list[tuple[list[Any], list[int]]]] = {label: [] for label in keys}
+    for one in runs:
+        (run, batch), (_, group), found = keys[one.label], one.unit, one.found
         rows.append(
-            (arm.name, arm.verify(trace), batch, forced, one.repeat, trace.requests[group[0]].id,
+            (run.name, run.verify(trace), batch, forced, one.repeat, trace.requests[group[0]].id,
              one.timing.wall_s, found["iterations"], one.timing.off_s, one.repeated)
         )  # fmt: skip
         if one.repeat == 0:
-            for i, own, output in zip(group, found["rounds"], found["outputs"], strict=True):
-                rounds[arm.name, batch][i] = [Round(*r) for r in own]
-                outputs[arm.name, batch][i] = output
-    logs = {
-        (arm.name, batch): RoundLog(
-            RoundLog.pack(rounds[arm.name, batch][: ran[batch]]),
-            trace.requests[: ran[batch]],
-            arm.name,
-            verify=arm.verify(trace),
-            reads=arm.policy.reads,
-        )
-        for arm, batch in keys.values()
-        if ran[batch]
-    }
+            first[one.label] += zip(found["rounds"], found["outputs"], strict=True)
+    logs, outputs = {}, {}
+    for label, (run, batch) in keys.items():
+        if done := first[label]:
+            logs[run.name, batch] = RoundLog(
+                RoundLog.pack([Round(*r) for r in rounds] for rounds, _ in done),
+                trace.requests[: len(done)], run.name, verify=run.verify(trace),
+                reads=run.policy.reads,
+            )  # fmt: skip
+            outputs[run.name, batch] = [output for _, output in done]
     times = pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS])
-    return Measured(times, logs, outputs, machine=turns.machine)
+    return Measured(times, logs, outputs, machine=machine)
 
 
 class _Groups(CheckWork):
     """Groups of requests at each batch size; the style of a policy decides what it learns."""
 
     def __init__(
-        self, pair: Pair, trace: Trace, arms: Sequence[Arm], batches: Sequence[int],
+        self, pair: Pair, trace: Trace, planned: Sequence[PlannedPolicy], batches: Sequence[int],
         forced: bool, runner: Callable[[Any, int, int], Runner],
     ) -> None:  # fmt: skip
-        self.arms, self._pair, self._trace, self._forced = arms, pair, trace, forced
+        self.planned, self._pair, self._trace, self._forced = planned, pair, trace, forced
         self.units = [(b, group) for b in batches for group in groups_of(len(trace.requests), b)]
         self._decoders = {
             b: BatchedDecoder(
@@ -462,14 +445,14 @@ class _Groups(CheckWork):
     def captured(self) -> int:
         return sum(d.target.captured + d.draft_model.captured for d in self._decoders.values())
 
-    def label(self, arm: Arm, unit: Unit) -> str:
-        return f"{arm.name} at batch {unit[0]}"
+    def label(self, run: PlannedPolicy, unit: Unit) -> str:
+        return f"{run.name} at batch {unit[0]}"
 
-    def begun(self, arm: Arm, unit: Unit) -> Together:
+    def begun(self, run: PlannedPolicy, unit: Unit) -> Together:
         vocab_size = self._trace.vocab_size or self._decoders[unit[0]].target.vocab_size
-        return together_of(arm.policy, vocab_size=vocab_size)
+        return together_of(run.policy, vocab_size=vocab_size)
 
-    def attempt(self, repeat: int, unit: Unit, arm: Arm, learnt: Together) -> Attempt:
+    def attempt(self, repeat: int, unit: Unit, run: PlannedPolicy, learnt: Together) -> Attempt:
         (batch, group), style = unit, deepcopy(learnt)
         decoder = self._decoders[batch]
         streams = [_stream(self._pair, self._trace, i, self._forced) for i in group]

@@ -21,7 +21,7 @@ from policies.core import Round
 from policies.together import Member, Together
 from profiler.decoding.single import DraftStep, Emitting, ModelToken, check_prompt
 from profiler.models.runner import Runner
-from profiler.models.sampling import count_matches
+from profiler.models.sampling import count_matches, refuse_nan
 from traces.errors import DraftsimError
 
 
@@ -30,16 +30,11 @@ class Stream(Emitting, Member):
 
     Parameters
     ----------
-    request:
-        The number it is reported under.
-    prompt:
-        (prompt_tokens,) token ids.
-    max_new_tokens:
-        Output limit.
-    eos:
-        Ids that end the output.
-    run_lengths:
-        Known matches ahead of each output position, for the oracle policy.
+    request: The number it is reported under.
+    prompt: (prompt_tokens,) token ids.
+    max_new_tokens: Output limit.
+    eos: Ids that end the output.
+    run_lengths: Known matches ahead of each output position, for the oracle policy.
     """
 
     def __init__(
@@ -78,10 +73,6 @@ class Stream(Emitting, Member):
         self.extend(tokens[: accepted + 1])
 
 
-Spans = Sequence[tuple[int, int]]
-"""Per cache row the positions (start, stop) of the tokens to feed; (0, 0) feeds none."""
-
-
 class BatchVerdict(NamedTuple):
     """The result of a verification for one sequence."""
 
@@ -99,12 +90,9 @@ class BatchedDecoder:
     into its place.  ``streams`` lists them in the order they were admitted.  A lone
     sequence takes the same passes as `ModelDecoder`.
 
-    Parameters
-    ----------
-    target, draft:
-        Runners over a shared vocabulary; they hold as many sequences as either has room for.
-    watch_eos:
-        Stop drafting at a drafted EOS, which makes the host wait for every draft step.
+    ``target``, ``draft``: runners over a shared vocabulary; they hold as many sequences as either
+    has room for.  ``watch_eos``: stop drafting at a drafted EOS, which makes the host wait for
+    every draft step.
     """
 
     def __init__(self, target: Runner, draft: Runner, *, watch_eos: bool = True) -> None:
@@ -124,10 +112,8 @@ class BatchedDecoder:
     def admit(self, newcomers: Sequence[Stream]) -> None:
         """Prefill both models for `newcomers` together and emit each one's first token.
 
-        Raises
-        ------
-        DraftsimError
-            If there is no room, a prompt is empty or does not fit, or a model gives NaN.
+        Raises DraftsimError if there is no room, a prompt is empty or does not fit, or a model
+        gives NaN.
         """
         first, count = len(self.streams), len(newcomers)
         if first + count > self.size:
@@ -142,7 +128,7 @@ class BatchedDecoder:
         for model, name in ((self.draft_model, "draft"), (self.target, "target")):
             _, logits = self._pass(model, spans, keep=1, first=first)
             best, picks = logits[:, 0].max(-1)  # (count,)
-            _refuse_nan(bool(best.isnan().any()), name)
+            refuse_nan(bool(best.isnan().any()), name, "while decoding a batch")
         for stream, pick in zip(newcomers, picks.tolist(), strict=True):
             self._tokens[stream.row, stream.known] = pick
             stream.in_draft = stream.known
@@ -166,7 +152,8 @@ class BatchedDecoder:
             self._tokens[0, spans[0][1]] = step.picks[0]
         else:
             stops = self._spans[:, 1]  # of this pass; 0 where nothing was fed
-            self._write(torch.where(stops > 0, stops, self._scratch), step.picks)
+            slots = torch.where(stops > 0, stops, self._scratch)
+            self._tokens[self._rows[: len(slots)], slots] = step.picks
         tokens = []
         for s in active:
             s.in_draft = s.known + len(s.draft)
@@ -186,7 +173,7 @@ class BatchedDecoder:
         verdicts = []
         for s in self.streams:
             drafted, tokens, bad = (row[: len(s.draft) + 1] for row in table[s.row])
-            _refuse_nan(any(bad), "target")
+            refuse_nan(any(bad), "target", "while decoding a batch")
             accepted = s.judge(count_matches(drafted[1:], tokens))
             verdicts.append(BatchVerdict(accepted, tokens, s.ends_after(accepted, tokens)))
         return verdicts
@@ -212,7 +199,8 @@ class BatchedDecoder:
             self._tokens[0, slots[0]] = self._picks[0, columns[0]]
             return rounds
         places = _on_device([slots, columns], self._picks.device)  # (2, batch)
-        self._write(places[0], self._picks.gather(1, places[1][:, None])[:, 0])
+        own = self._picks.gather(1, places[1][:, None])[:, 0]
+        self._tokens[self._rows[: len(own)], places[0]] = own
         return rounds
 
     @torch.inference_mode()
@@ -231,12 +219,12 @@ class BatchedDecoder:
         self.streams = staying
 
     def _pass(
-        self, model: Runner, spans: Spans, *, keep: int = 0, first: int = 0
+        self, model: Runner, spans: Sequence[tuple[int, int]], *, keep: int = 0, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Feed the known tokens at `spans`; returns them (rows, width) and the logits.
+        """Feed the known tokens at `spans`; return them (rows, width) and the logits.
 
-        With ``keep=1`` every row's last token stands in the last column, else its first
-        in the first.
+        A span has a cache row's positions (start, stop); (0, 0) feeds none.  With ``keep=1`` every
+        row's last token is in the last column, else its first in the first.
         """
         width = max(stop - start for start, stop in spans)
         if len(spans) == 1 and first == 0:
@@ -248,15 +236,11 @@ class BatchedDecoder:
         visible = max(stop for _, stop in spans)
         return fed, model.forward_batch(fed, positions, visible, first=first, keep=keep)
 
-    def _write(self, slots: Tensor, tokens: Tensor) -> None:
-        """Put one token per row at its position, both (rows,)."""
-        self._tokens[self._rows[: len(slots)], slots] = tokens
-
 
 def span_positions(spans: Tensor, columns: Tensor, right: bool) -> Tensor:
     """Return positions (rows, width) of tokens that `spans` (rows, 2) feed, -1 where there is none.
 
-    `columns` counts 0 to width - 1; a row's tokens stand at the right end or the left.
+    `columns` counts 0 to width - 1; a row's tokens are at the right end or the left.
     """
     starts, stops = spans[:, :1], spans[:, 1:]
     positions = columns + (stops - len(columns) if right else starts)
@@ -271,14 +255,6 @@ def _on_device(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
         return host.to(device)
     # From pageable memory the host would wait until the device has worked off its queue.
     return host.pin_memory().to(device, non_blocking=True)
-
-
-def _refuse_nan(bad: bool, model: str) -> None:
-    if bad:
-        raise DraftsimError(
-            f"the {model} produced NaN logits while decoding a batch: check its weights and dtype "
-            "(bfloat16 or float32 instead of float16 often helps)"
-        )
 
 
 def speculate_batch(

@@ -69,17 +69,14 @@ class ForcedDecoder(ModelDecoder):
 
     @property
     def remaining(self) -> int:
-        """As the recording has it."""
         return self._script.remaining if self._script else self.limit
 
     @property
     def load(self) -> Load:
-        """As the recording has it."""
         assert self._script is not None
         return self._script.load
 
     def draft(self, so_far: Sequence[Any]) -> Any:
-        """Return a real draft pass; the recorded token's values."""
         assert self._script is not None
         return ForcedToken(super().draft(so_far), self._script.draft(so_far))
 
@@ -109,16 +106,13 @@ class ForcedStream(Stream):
 
     @property
     def position(self) -> int:
-        """As the recording has it."""
         return self._script.position
 
     @property
     def remaining(self) -> int:
-        """As the recording has it."""
         return self._script.remaining
 
     def load_in(self, batch: int) -> Load:
-        """Return the state as the recording has it, in this batch."""
         return self._script.load._replace(batch=batch)
 
     def proposed(self, token: ModelToken) -> ForcedToken:
@@ -130,7 +124,6 @@ class ForcedStream(Stream):
         return copy.copy(self._script).verify(self.draft)
 
     def ends_after(self, accepted: int, tokens: Sequence[int]) -> bool:
-        """Return what the recording has."""
         after = copy.copy(self._script)
         after.verify(self.draft[:accepted])
         return after.remaining == 0

@@ -50,14 +50,10 @@ class Emitting:
 
     Parameters
     ----------
-    prompt_tokens:
-        Tokens before the output.
-    limit:
-        Most output tokens.
-    eos:
-        Ids that end the output.
-    run_lengths:
-        Known matches ahead of each output position, for the oracle policy.
+    prompt_tokens: Tokens before the output.
+    limit: Most output tokens.
+    eos: Ids that end the output.
+    run_lengths: Known matches ahead of each output position, for the oracle policy.
     """
 
     def __init__(
@@ -418,15 +414,11 @@ def judge(
 
     Parameters
     ----------
-    draft, drafted:
-        The drafted tokens, and their ids on the device, (count,).
-    logits:
-        The target's raw logits, (count + 1, vocab).
-    sampling:
-        Sampling settings of the draft's probabilities.
-    coins:
-        (count,) outcomes of rejection sampling, which are then the lossless verdicts;
-        None for greedy decoding, where they are whether the token is the argmax.
+    draft, drafted: The drafted tokens, and their ids on the device, (count,).
+    logits: The target's raw logits, (count + 1, vocab).
+    sampling: Sampling settings of the draft's probabilities.
+    coins: (count,) outcomes of rejection sampling, which are then the lossless verdicts; None for
+        greedy decoding, where they are whether the token is the argmax.
     """
     count = drafted.shape[0]
     own = scored(logits, torch.cat([drafted, drafted.new_zeros(1)]))

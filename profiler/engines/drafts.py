@@ -29,35 +29,6 @@ class Asked(NamedTuple):
     """Most output tokens."""
 
 
-class Drafts(ABC):
-    """Proposals for one request that is being decoded."""
-
-    position: int
-    """Output tokens emitted so far."""
-
-    @property
-    @abstractmethod
-    def remaining(self) -> int:
-        """Output tokens the request may still emit; 0 once it has ended."""
-
-    @property
-    @abstractmethod
-    def load(self) -> Load:
-        """Load of a single stream, because only the engine knows the batch."""
-
-    @abstractmethod
-    def draft(self, so_far: Sequence[Any]) -> Any:
-        """Return one token after the output so far and `so_far`; None if there is none."""
-
-    @abstractmethod
-    def ids(self, draft: Sequence[Any]) -> list[int]:
-        """Return the token ids to hand to the engine."""
-
-    @abstractmethod
-    def advance(self, emitted: Sequence[int]) -> None:
-        """Note that the engine emitted these tokens, the accepted drafts and its own."""
-
-
 class DraftSource(ABC):
     """Opens the drafts of every request.  Constructors only store parameters."""
 
@@ -86,12 +57,9 @@ class Forced(DraftSource):
 
     Parameters
     ----------
-    trace:
-        The acceptance to follow.
-    texts:
-        By sequence, the tokens that the engine emits on its own (`profiler.engines.texts`).
-    vocabulary:
-        Number of token ids of the engine's model.
+    trace: The acceptance to follow.
+    texts: By sequence, the tokens that the engine emits on its own (`profiler.engines.texts`).
+    vocabulary: Number of token ids of the engine's model.
     """
 
     def __init__(self, trace: Trace, texts: Mapping[int, Sequence[int]], vocabulary: int) -> None:
@@ -108,7 +76,7 @@ class Forced(DraftSource):
                 "like 3/0, of a sequence whose text is known"
             )
         text = self.texts[int(name)]
-        return _ForcedDrafts(self.trace, int(name), text, self.vocabulary, len(output))
+        return ForcedDrafts(self.trace, int(name), text, self.vocabulary, len(output))
 
     def write(self, folder: Path) -> Path:
         """Write files from which another process can `read` this object; return the main one."""
@@ -133,7 +101,7 @@ class Forced(DraftSource):
             raise FileError(f"{path} holds no forced drafts: {error}") from None
 
 
-class _ForcedDrafts(ReplayDecoder, Drafts):
+class ForcedDrafts(ReplayDecoder):
     """A recorded request whose drafts are made of another model's tokens."""
 
     def __init__(
@@ -143,7 +111,7 @@ class _ForcedDrafts(ReplayDecoder, Drafts):
         self._text, self._vocabulary = text, vocabulary
 
     def ids(self, draft: Sequence[Any]) -> list[int]:
-        """Return the text's own tokens as far as the recording matched, then a wrong one."""
+        """Return the text's own tokens as far as the recording matched, then wrong ones."""
         position, right = self.position, self._runs[self._start + self.position]
         last = len(self._text) - 1
         return [
@@ -160,12 +128,7 @@ class _ForcedDrafts(ReplayDecoder, Drafts):
 class LookedUp(DraftSource):
     """Drafts that a lookup finds in the request's own tokens or in earlier requests.
 
-    Parameters
-    ----------
-    source:
-        One of `traces.sources.lookups.sources`.
-    eos:
-        Ids never drafted.
+    ``source``: one of `traces.sources.lookups.sources`.  ``eos``: ids never drafted.
     """
 
     def __init__(self, source: LookupSource, eos: frozenset[int] = frozenset()) -> None:
@@ -174,7 +137,6 @@ class LookedUp(DraftSource):
         self._served: list[ServedRequest] = []
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
-        """Search what was served so far."""
         return _Found(request, output, self.source.lookup(self.eos, lambda: self._served))
 
     def close(self, request: Asked, output: Sequence[int]) -> None:
@@ -192,11 +154,10 @@ class EngineDrafts(DraftSource):
     signals: frozenset[str] = frozenset()
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
-        """Return as many drafts as the request has room for."""
         return CountedDrafts(request, len(output))
 
 
-class CountedDrafts(Drafts):
+class CountedDrafts:
     """Drafts without tokens, for a request whose output is known by length only."""
 
     def __init__(
@@ -208,24 +169,24 @@ class CountedDrafts(Drafts):
 
     @property
     def remaining(self) -> int:
-        """Output tokens to the limit."""
+        """Output tokens that the request may still emit; 0 once it has ended."""
         return max(self._limit - self.position, 0)
 
     @property
     def load(self) -> Load:
-        """Load of a batch with this request alone."""
+        """Load of a single stream, because only the engine knows the batch."""
         return Load(1, self._prompt + self.position)
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return a token that is not known."""
+        """Return one token after the output so far and `so_far`; None if there is none."""
         return RecordedToken(UNKNOWN)
 
     def ids(self, draft: Sequence[Any]) -> list[int]:
-        """Return an id for each drafted token: placeholders by default."""
+        """Return the token ids to hand to the engine, placeholders by default."""
         return self._ids(len(draft))
 
     def advance(self, emitted: Sequence[int]) -> None:
-        """Count the emitted tokens."""
+        """Note that the engine emitted these tokens, the accepted drafts and its own."""
         self.position += len(emitted)
 
 
@@ -253,3 +214,7 @@ class _Found(CountedDrafts):
         super().advance(emitted)
         self._lookup.extend(list(emitted))
         self._found = None
+
+
+Drafts = ForcedDrafts | CountedDrafts
+"""Proposals for one request that is being decoded."""

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from policies.together import Policy
-from profiler.engines.bench import Control
+from profiler.engines.cells import Control
 from profiler.engines.drafts import Forced
 from profiler.engines.engine import Engine
 from profiler.engines.measure import BetweenTable
@@ -22,17 +22,13 @@ from profiler.engines.session import Session, Setup
 from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import Demand, EngineStep, LoadRun
 
-CONTROL_EVERY_S = 0.5
-"""Seconds between two runs of the control load during a load; it takes a few milliseconds."""
-TURN_S = 1.0
+SLICE_S = 1.0
 """Seconds that a load runs before the next of the loads that share the engine."""
 SWEEPS = 4
 """Sweeps over the table's cells between the loads of a repeat.
 
 With one, the cells' noise was most of a predicted speedup's error on two CPU cores.
 """
-WARM_TOKENS = 16
-"""Output tokens of a request in `warm_up`."""
 Progress = Callable[[], AbstractContextManager[Callable[[float], None]]]
 """Makes a progress display: returns a function that is called with the finished share."""
 
@@ -44,12 +40,9 @@ class RunningLoad:
 
     Parameters
     ----------
-    demand:
-        Requests to send.
-    prompts:
-        Prompts by sequence.
-    tenant:
-        The scheduler that takes its requests (`Engine.tenants`); the engine's own without one.
+    demand: Requests to send.
+    prompts: Prompts by sequence.
+    tenant: The scheduler that takes its requests (`Engine.tenants`); the engine's own without one.
     """
 
     def __init__(
@@ -95,7 +88,8 @@ class RunningLoad:
                 continue
             step = engine.step()
             self._now_s = time.perf_counter() - start_s
-            if start_s + self._now_s - controlled_s > CONTROL_EVERY_S:
+            # Every half second, for a few milliseconds.
+            if start_s + self._now_s - controlled_s > 0.5:
                 start_s, controlled_s = self._controlled(self._now_s)
             if step is not None:
                 self._take(step)
@@ -148,14 +142,14 @@ class RunningLoad:
 
 def interleave(
     loads: Sequence[RunningLoad], after_round: Callable[[float], None],
-    after_turn: Callable[[float], None] = lambda _: None,
+    after_slice: Callable[[float], None] = lambda _: None,
 ) -> None:  # fmt: skip
-    """Run loads, each of a tenant of its own, to their end, in short turns.
+    """Run loads, each of a tenant of its own, to their end, in short slices of time.
 
-    In a round the first load runs for `TURN_S`, and each other load until it is equally far, so
+    In a round the first load runs for `SLICE_S`, and each other load until it is equally far, so
     that changes of the machine's speed affect all of them.  The first load changes with the round.
-    `after_round` is called with the share that the slowest load has done, up to 1; `after_turn`
-    likewise, after each load's turn, because a round of slow loads takes minutes.
+    `after_round` is called with the share that the slowest load has done, up to 1; `after_slice`
+    likewise, after each load's slice, because a round of slow loads takes minutes.
     """
 
     def slowest() -> float:
@@ -163,47 +157,50 @@ def interleave(
 
     while not all(load.done for load in loads):
         first, *others = loads
-        first.go_on(seconds=TURN_S)
-        after_turn(slowest())
+        first.go_on(seconds=SLICE_S)
+        after_slice(slowest())
         for load in others:
             load.go_on(share=math.inf if first.done else first.share)
-            after_turn(slowest())
+            after_slice(slowest())
         after_round(slowest())
         loads = [*others, first]
 
 
-class Turn(NamedTuple):
-    """One policy's run of a load, and its key in the results."""
+class PlannedLoad(NamedTuple):
+    """A load to run under one policy, and its key in the results."""
 
     name: str
     repeat: int
     load: str
-    text: str
+    policy: str
 
 
-def in_turn(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator[Turn]:
-    """Yield loads and arms in the order they run: arms rotate with the repeat.
+def planned_loads(
+    loads: Sequence[str], policies: Sequence[str], repeats: int
+) -> Iterator[PlannedLoad]:
+    """Yield loads and policies in the order they run: policies rotate with the repeat.
 
     With more repeats the first ones stay the same.
     """
     for repeat in range(repeats):
-        first = repeat % len(arms)
+        first = repeat % len(policies)
         for i, load in enumerate(loads):
-            for text in (*arms[first:], *arms[:first]):
-                yield Turn(f"{repeat:03d}-{i:02d}-{arms.index(text):02d}", repeat, load, text)
+            for policy in (*policies[first:], *policies[:first]):
+                name = f"{repeat:03d}-{i:02d}-{policies.index(policy):02d}"
+                yield PlannedLoad(name, repeat, load, policy)
 
 
 def warm_up(
     engine: Engine, chosen: Mapping[str, Policy], demands: Mapping[str, Demand],
     prompts: Mapping[int, Sequence[int]], forced: Forced, control: Control,
 ) -> None:  # fmt: skip
-    """Run the beginning of each load under each policy.
+    """Run the first 16 output tokens of each load's first requests under each policy.
 
     A GPU compiles kernels when a size first runs: steps of half a second among some of 20 ms.
     """
     for demand in demands.values():
         jobs = [
-            job._replace(arrival_s=0.0, tokens=min(job.tokens, WARM_TOKENS))
+            job._replace(arrival_s=0.0, tokens=min(job.tokens, 16))
             for job in demand.jobs[: demand.concurrency or engine.options.max_batch]
         ]
         for policy in chosen.values():
@@ -242,22 +239,22 @@ def run_loads(
         if between is not None:
             between.advance(SWEEPS * runs / (len(demands) * len(chosen)))
 
-    def run(turns: Sequence[Turn], done: int) -> list[LoadRun]:
-        for load, arms in itertools.groupby(turns, lambda turn: turn.load):
-            say(f"{load}, repeat {turns[0].repeat + 1}: {', '.join(arm.text for arm in arms)}")
-        own = [blocks[turn.load] for turn in turns]
-        with engine.tenants(own) if sum(own) <= room else nullcontext([None]) as tenants:
+    def run(group: Sequence[PlannedLoad], done: int) -> list[LoadRun]:
+        for load, own in itertools.groupby(group, lambda one: one.load):
+            say(f"{load}, repeat {group[0].repeat + 1}: {', '.join(one.policy for one in own)}")
+        lent = [blocks[one.load] for one in group]
+        with engine.tenants(lent) if sum(lent) <= room else nullcontext([None]) as tenants:
             loads = [
-                RunningLoad(engine, Setup(chosen[turn.text], forced), demands[turn.load], prompts,
+                RunningLoad(engine, Setup(chosen[one.policy], forced), demands[one.load], prompts,
                      control, tenant)
-                for turn, tenant in zip(turns, tenants, strict=True)
+                for one, tenant in zip(group, tenants, strict=True)
             ]  # fmt: skip
             if None in tenants:
                 loads[0].go_on()
             with progress() as show:
 
                 def after_round(share: float) -> None:
-                    measure_cells(done + share * len(turns))
+                    measure_cells(done + share * len(group))
 
                 interleave(loads, after_round, show)
         return [load.result() for load in loads]
@@ -265,8 +262,8 @@ def run_loads(
     measured: dict[tuple[str, str], list[LoadRun]] = {}
     done = 0
     warm = engine.meta["device"] == "cpu"
-    for turns in together(in_turn(list(demands), list(chosen), repeats), blocks, room):
-        found: list[Any] = [None if kept is None else kept.get_json(turn.name) for turn in turns]
+    for group in together(planned_loads(list(demands), list(chosen), repeats), blocks, room):
+        found: list[Any] = [None if kept is None else kept.get_json(one.name) for one in group]
         if None in found:
             if not warm:
                 say("running the beginning of each load, to warm up")
@@ -274,35 +271,37 @@ def run_loads(
                 if between is not None:
                     between.warm_up()
                 warm = True
-            found = [load.written() for load in run(turns, done)]
-            for turn, written in zip(turns, found, strict=True):
+            found = [load.written() for load in run(group, done)]
+            for one, written in zip(group, found, strict=True):
                 if kept is not None:
-                    kept.put_json(turn.name, written)
-        for turn, written in zip(turns, found, strict=True):
-            measured.setdefault((turn.load, turn.text), []).append(LoadRun.read(written))
-        done += len(turns)
+                    kept.put_json(one.name, written)
+        for one, written in zip(group, found, strict=True):
+            measured.setdefault((one.load, one.policy), []).append(LoadRun.read(written))
+        done += len(group)
         measure_cells(done)
     return measured
 
 
-def together(turns: Iterable[Turn], blocks: Mapping[str, int], room: int) -> Iterator[list[Turn]]:
-    """Yield the turns in lists of those that run side by side.
+def together(
+    planned: Iterable[PlannedLoad], blocks: Mapping[str, int], room: int
+) -> Iterator[list[PlannedLoad]]:
+    """Yield what is planned in lists of those that run side by side.
 
     Each holds as many loads of a repeat, under all policies, as fit into `room` blocks; if not even
     one load fits, its runs are alone.
     """
-    group: list[Turn] = []
+    group: list[PlannedLoad] = []
     left = room
-    for (repeat, load), own in itertools.groupby(turns, lambda turn: (turn.repeat, turn.load)):
-        arms = list(own)
-        needed = len(arms) * blocks[load]
+    for (repeat, load), own in itertools.groupby(planned, lambda one: (one.repeat, one.load)):
+        runs = list(own)
+        needed = len(runs) * blocks[load]
         if group and (group[-1].repeat != repeat or needed > left):
             yield group
             group, left = [], room
         if needed > left:
-            yield from ([arm] for arm in arms)
+            yield from ([run] for run in runs)
             continue
-        group += arms
+        group += runs
         left -= needed
     if group:
         yield group
@@ -318,8 +317,8 @@ def blocks_of(engine: Engine, demand: Demand, prompts: Mapping[int, Sequence[int
 
 def room_left(engine: Engine, between: BetweenTable | None) -> int:
     """Return the blocks that the engine can do without while it measures cells `between`."""
-    grid = None if between is None else between.grid
-    cells = 0 if grid is None else (
-        max(grid.batches) * engine.options.max_model_len + max(n * t for n, t in grid.prompts)
-    )  # fmt: skip
-    return engine.blocks - 1 - math.ceil(cells / engine.block_size)
+    tokens = 0
+    if between is not None:
+        tokens = max(between.grid.batches) * engine.options.max_model_len
+        tokens += max(n * t for n, t in between.grid.prompts)
+    return engine.blocks - 1 - math.ceil(tokens / engine.block_size)

@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from profiler.engines.bench import Bench, Cell, EngineGrid, Sample
+from profiler.engines.cells import Cell, CellTimer, EngineGrid, Sample
 from profiler.engines.engine import Engine
 from traces.latency.schema import CELL_COLUMNS, graphs_of
 from traces.latency.table import LatencyTable
@@ -27,24 +28,21 @@ Average = Callable[[Sequence[float]], Any]
 """How a cell is made of its samples: `np.median` or `np.mean`."""
 DISTURBED = 1.1
 """Samples are dropped, if enough remain, from this multiple of the control load's usual time on."""
-USUAL = 0.25
-"""Quantile of the control load's times that counts as its usual time."""
 SWING = float(np.log(1.5))
 """Ratios beyond this are outliers, of the control load or of the engine."""
 TEXT, KINDS, SEARCHES = 512, 200, 50
 """Tokens of the text that lookups are timed in, different ones among them, and timed searches."""
 HOST = ("schedule", "update", "output")
-PROPOSE = PARTS.index("propose")
+PROPOSE, EXECUTE, SAMPLE = map(PARTS.index, ("propose", "execute", "sample"))
 
 
 def quiet(samples: Samples) -> dict[Cell, list[Sample]]:
     """Return the samples taken while the machine was as fast as usual; if a cell has none, all."""
     usual = usual_control_s(samples)
-    kept = {}
-    for cell, own in samples.items():
-        still = [s for s in own if s.control_s < DISTURBED * usual]
-        kept[cell] = still or list(own)
-    return kept
+    return {
+        cell: [s for s in own if s.control_s < DISTURBED * usual] or list(own)
+        for cell, own in samples.items()
+    }
 
 
 def follows(samples: Samples) -> float:
@@ -94,7 +92,7 @@ def _times(sample: Sample, factor: float) -> Sample:
 
 def usual_control_s(samples: Samples) -> float:
     """Return the control load's lower quartile over the whole measurement."""
-    return float(np.quantile([s.control_s for own in samples.values() for s in own], USUAL))
+    return float(np.quantile([s.control_s for own in samples.values() for s in own], 0.25))
 
 
 def cells_of(kept: Samples, own_passes: bool = False, average: Average = np.median) -> pd.DataFrame:
@@ -105,19 +103,20 @@ def cells_of(kept: Samples, own_passes: bool = False, average: Average = np.medi
     ``prefill`` and ``mixed`` hold the whole iteration, and the adding of its requests.  With
     ``own_passes`` the proposer's time is that of the engine's own drafter (`drafter_cells`).
     """
-
-    def row(*of: Any) -> tuple[Any, ...]:
-        return _row(*of, average=average)
-
+    row = partial(_row, average=average)
     rows: list[tuple[Any, ...]] = []
+    added: dict[tuple[int, int], list[float]] = {}  # by a step's decoded tokens and its prompts'
     for cell, own in kept.items():
         if cell.kind == "decode":
-            device = [s.parts[PARTS.index("execute")] + s.parts[PARTS.index("sample")] for s in own]
+            device = [s.parts[EXECUTE] + s.parts[SAMPLE] for s in own]
             context = round(float(np.mean([s.context for s in own])))
             rows.append(row("forward", cell.batch, cell.width, context, device))
         elif cell.kind == "prompt":
             rows.append(row("prefill", cell.prompts, cell.tokens, 0, [s.seconds for s in own]))
-    rows += [row("mixed", *size, 0, added) for size, added in _mixed(kept).items()]
+        else:
+            size = cell.batch * cell.width, cell.prompts * cell.tokens
+            added.setdefault(size, []).extend(max(s.seconds - s.base_s, 0.0) for s in own)
+    rows += [row("mixed", *size, 0, seconds) for size, seconds in added.items()]
     batches = sorted({c.batch for c in kept if c.kind == "decode"})
     for batch in batches:
         mine = {c: own for c, own in kept.items() if c.kind == "decode" and c.batch == batch}
@@ -126,7 +125,12 @@ def cells_of(kept: Samples, own_passes: bool = False, average: Average = np.medi
         rows.append(row("host_round", batch, 1, 0, [r + idle_s for r in rounds]))
         rows.append(row("host_draft", batch, 1, 0, [drafting_s]))
     frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
-    drafter = drafter_cells(kept, average) if own_passes else _free_drafts(frame)
+    if own_passes:
+        drafter = drafter_cells(kept, average)
+    else:  # a proposer without a model takes only the host's time
+        passes = frame[frame["phase"].isin(["forward", "prefill"])]
+        drafter = passes.assign(model="draft", median_s=0.0, spread_s=0.0)
+        drafter = drafter.sort_values("phase", kind="stable")
     return pd.concat([frame, drafter], ignore_index=True)
 
 
@@ -144,16 +148,6 @@ def search_cells(average: Average) -> pd.DataFrame:
             taken.append(time.perf_counter() - began_s)
         rows.append(_row("forward", 1, 1, 0, taken, source.name, average=average))
     return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
-
-
-def _mixed(kept: Samples) -> dict[tuple[int, int], list[float]]:
-    """Return the seconds that prompts add to a step, by its decoded tokens and the prompts'."""
-    added: dict[tuple[int, int], list[float]] = {}
-    for cell, own in kept.items():
-        if cell.kind == "mixed":
-            key = cell.batch * cell.width, cell.prompts * cell.tokens
-            added.setdefault(key, []).extend(max(s.seconds - s.base_s, 0.0) for s in own)
-    return added
 
 
 def _proposing(own: Samples, average: Average) -> tuple[float, float]:
@@ -212,14 +206,6 @@ def drafter_cells(kept: Samples, average: Average = np.median) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
 
-def _free_drafts(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return zero draft passes for a proposer without a model, which takes only the host's time."""
-    forward = frame[frame["phase"] == "forward"]
-    free = forward.assign(model="draft", median_s=0.0, spread_s=0.0)
-    prompts = frame[frame["phase"] == "prefill"].assign(model="draft", median_s=0.0, spread_s=0.0)
-    return pd.concat([free, prompts], ignore_index=True)
-
-
 def _row(
     phase: str, batch: int, width: int, context: int, seconds: Sequence[float],
     model: str = "target", *, average: Average = np.median,
@@ -247,8 +233,7 @@ def held_out_errors(samples: Samples, held_out: Samples) -> dict[Cell, float]:
     errors = {}
     for cell, own in quiet(held_out).items():
         width, context = cell.width, float(np.mean([s.context for s in own]))
-        device = [s.parts[PARTS.index("execute")] + s.parts[PARTS.index("sample")] for s in own]
-        measured = float(np.median(device))
+        measured = float(np.median([s.parts[EXECUTE] + s.parts[SAMPLE] for s in own]))
         read = table.seconds("target", "forward", batch=cell.batch, new_tokens=width,
                              context=context)  # fmt: skip
         errors[cell] = float(read) / measured - 1
@@ -268,7 +253,7 @@ class _Measured:
         self, engine: Engine, grid: EngineGrid, seed: int, kept: Checkpoint | None
     ) -> None:
         self.grid, self.meta, self._kept = grid, engine.meta, kept
-        self._bench, self._rng = Bench(engine, seed), np.random.default_rng(seed)
+        self._timer, self._rng = CellTimer(engine, seed), np.random.default_rng(seed)
         self.samples: dict[Cell, list[Sample]] = {}
         self._took_s: dict[int, float] = {}
         self._warm = engine.meta["device"] == "cpu"
@@ -279,7 +264,7 @@ class _Measured:
         if found is None:
             self.warm_up()
             began = time.perf_counter()
-            found = self._bench.block(cells, self.grid.steps)
+            found = self._timer.block(cells, self.grid.steps)
             self._took_s[cells[0].batch] = (time.perf_counter() - began) / len(cells)
             self._store(name, found)
         return found
@@ -291,7 +276,7 @@ class _Measured:
         """
         if not self._warm:
             for block in self.grid.blocks():
-                self._bench.block(block, 1)
+                self._timer.block(block, 1)
             self._warm = True
 
     def _restored(self, name: str) -> dict[Cell, list[Sample]] | None:
@@ -348,12 +333,8 @@ class BetweenTable(_Measured):
 
     So minutes in which the machine is slow affect that work and the table alike.
 
-    Parameters
-    ----------
-    grid:
-        Sizes that the engine can run.
-    kept:
-        Stores every block; blocks that it holds are not measured again.
+    ``grid``: sizes that the engine can run.  ``kept``: stores every block; blocks that it holds are
+    not measured again.
     """
 
     def __init__(
@@ -397,12 +378,12 @@ class EngineTable(_Measured):
     """
 
     def __init__(
-        self, engine: Engine, grid: EngineGrid, folder: Path, seed: int = 0,
+        self, engine: Engine, grid: EngineGrid, folder: Path,
         left_s: Callable[[], float] = lambda: math.inf,
     ) -> None:  # fmt: skip
         fitted = grid.fitted(engine.options, graphs_of(engine.meta["engine"]))
         self._folder = Checkpoint(folder, {"engine": engine.meta, "grid": asdict(fitted)})
-        super().__init__(engine, fitted, seed, self._folder)
+        super().__init__(engine, fitted, 0, self._folder)
         self._left_s = left_s
         self.left_out = 0
         """Visits to cells, again or to points between, that there was no time for."""
@@ -413,8 +394,7 @@ class EngineTable(_Measured):
         return len(self.grid.blocks())
 
     def run(self, advance: Callable[[int], None] = lambda _: None) -> LatencyTable:
-        """Measure the sweeps, the held-out cells and points between, then what was disturbed
-        again.
+        """Measure the sweeps, held-out cells and points between, then disturbed cells again.
 
         ``advance`` is called after each block of a sweep, with the sweep's number from 0 on.
         """
@@ -439,10 +419,9 @@ class EngineTable(_Measured):
         self, blocks: Mapping[str, list[Cell]], to_come: Sequence[list[Cell]] = (),
         needed: bool = False,
     ) -> bool:  # fmt: skip
-        """Measure the blocks where all of them fit: a grid with gaps cannot be read between.
+        """Measure the blocks if all of them fit, with time for what is `to_come`, or are `needed`.
 
-        Time is spared for what is `to_come`.  What is `needed` is measured in any case.  Returns
-        whether they were measured.
+        A grid with gaps cannot be read between.  Returns whether they were measured.
         """
         if not needed and not self._has_time(list(blocks.values()), to_come):
             return False
@@ -458,9 +437,7 @@ class EngineTable(_Measured):
         return False
 
     def _expected_s(self, blocks: Sequence[list[Cell]]) -> float:
-        """Return the expected time: a cell takes as long as in the last block of its batch, or
-        more.
-        """
+        """Return the expected time: cells take as long as in the last block of such a batch."""
         expected_s = 0.0
         for cells in filter(None, blocks):
             known = [b for b in self._took_s if b >= cells[0].batch] or [*self._took_s]
@@ -470,11 +447,8 @@ class EngineTable(_Measured):
     def _disturbed(self, block: list[Cell]) -> list[Cell]:
         """Return cells of the block with fewer than half of their samples from a quiet machine."""
         usual = usual_control_s(self.samples)
-        return [
-            cell
-            for cell in block
-            if np.median([s.control_s for s in self.samples[cell]]) > DISTURBED * usual
-        ]
+        controls = ((cell, [s.control_s for s in self.samples[cell]]) for cell in block)
+        return [cell for cell, taken in controls if np.median(taken) > DISTURBED * usual]
 
     def _between(self, cells: list[Cell]) -> dict[Cell, float]:
         """Measure held-out cells; where reading between misses, their lines join the table."""

@@ -37,8 +37,6 @@ from traces.store.engine_runs import EngineStep
 VARIABLE = "DRAFTSIM_RECORD"
 """Environment variable that names the folder to write to."""
 QUIET_S = 0.1
-WAIT_S = 30.0
-"""Seconds to wait for the notes of a request that has ended."""
 
 
 class Lines:
@@ -104,7 +102,7 @@ class LogReader:
         """The engine's description of itself."""
         self._at: dict[Path, int] = {}
 
-    def take(self, names: Collection[str], wait_s: float = WAIT_S) -> EngineLog:
+    def take(self, names: Collection[str], wait_s: float = 30.0) -> EngineLog:
         """Return what happened since the last call, once all of these requests have ended.
 
         Raises DraftsimError if the server does not say so in time.
@@ -148,9 +146,7 @@ class LogReader:
 
 
 def executed(steps: Sequence[EngineStep], ran: Sequence[tuple[float, float]]) -> list[EngineStep]:
-    """Return steps with what the model's process took in them, its starts and seconds in order of
-    time.
-    """
+    """Return steps with what the model's process took in them: its starts and seconds in order."""
     starts, until = [start for start, _ in ran], [0.0, *accumulate(s for _, s in ran)]
     known = []
     for step in steps:

@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 
 from policies.json_text import parse_json
-from profiler.engines.bench import Control
+from profiler.engines.cells import Control
 from profiler.engines.drafts import Forced
 from profiler.engines.engine import Server
 from profiler.engines.notes import EngineLog, LogReader
@@ -47,8 +47,8 @@ class Reply:
     """Time when it was due; in a closed loop, when it was sent."""
     sent_s: float
     tokens: list[int] = field(default_factory=list)
-    pieces: list[tuple[float, int]] = field(default_factory=list)
-    """When each piece came, and how many tokens it had."""
+    parts: list[tuple[float, int]] = field(default_factory=list)
+    """When each part came, and how many tokens it had."""
 
 
 async def sent(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) -> list[Reply]:
@@ -120,13 +120,13 @@ async def _ask(session: Any, answer: Reply, prompt: Sequence[int], tokens: int) 
             _, data, text = line.partition(b"data: ")
             if not data or text.startswith(b"[DONE]"):
                 continue
-            piece = parse_json(text)
-            if "error" in piece:
-                raise DraftsimError(f"the server breaks off {answer.name}: {piece['error']}")
-            ids = piece["choices"][0].get("token_ids") or []
+            part = parse_json(text)
+            if "error" in part:
+                raise DraftsimError(f"the server breaks off {answer.name}: {part['error']}")
+            ids = part["choices"][0].get("token_ids") or []
             if ids:
                 answer.tokens += ids
-                answer.pieces.append((now_s, len(ids)))
+                answer.parts.append((now_s, len(ids)))
     if len(answer.tokens) != tokens:
         raise DraftsimError(
             f"the server answers {answer.name} with {len(answer.tokens)} tokens, not with {tokens}"
@@ -138,7 +138,7 @@ def served_run(answers: Sequence[Reply], log: EngineLog, control_s: float) -> Se
     start_s = min(answer.arrival_s for answer in answers)
     requests = pd.DataFrame([
         {"name": a.name, "sequence": a.sequence, "arrival_s": a.arrival_s - start_s,
-         "first_s": a.pieces[0][0] - start_s, "finish_s": a.pieces[-1][0] - start_s,
+         "first_s": a.parts[0][0] - start_s, "finish_s": a.parts[-1][0] - start_s,
          "tokens": len(a.tokens)}
         for a in answers
     ])  # fmt: skip
@@ -154,9 +154,7 @@ def served_run(answers: Sequence[Reply], log: EngineLog, control_s: float) -> Se
 
 
 def gaps(log: EngineLog) -> list[float]:
-    """Return seconds from each step's end to the next one's start; 0 where the engine had nothing
-    left.
-    """
+    """Return seconds from each step's end to the next one's start; 0 if nothing was left."""
     following = [*log.steps[1:], None]
     return [
         max(after.start_s - (step.start_s + step.seconds), 0.0) if left and after else 0.0
@@ -182,7 +180,7 @@ def around_requests(answers: Sequence[Reply], log: EngineLog) -> list[float]:
         queued_s, taken_s = log.queued[answer.name], first[answer.name].start_s
         at_work = bool(((ends > queued_s) & (ends <= taken_s)).any())
         end = last[answer.name]
-        back_s = answer.pieces[-1][0] - (end.start_s + end.seconds)
+        back_s = answer.parts[-1][0] - (end.start_s + end.seconds)
         found.append(
             queued_s - answer.arrival_s + (0.0 if at_work else taken_s - queued_s) + back_s
         )
@@ -194,12 +192,9 @@ class Clients:
 
     Parameters
     ----------
-    server:
-        One that has started.
-    trace:
-        Recording that decides what is accepted; requests are its prompts.
-    device:
-        Device of the server, whose speed a control load measures.
+    server: One that has started.
+    trace: Recording that decides what is accepted; requests are its prompts.
+    device: Device of the server, whose speed a control load measures.
     """
 
     def __init__(self, server: Server, trace: Trace, device: str) -> None:

@@ -57,10 +57,7 @@ def setup_from(text: str, *, longest: int) -> Setup:
     writes it, or your own class as ``FILE.py:Class[:key=value,...]`` or ``module.Class[:...]``.
     The source is a lookup, `ENGINE`, or `FORCED` followed by a file.
 
-    Raises
-    ------
-    DraftsimError
-        If the text is empty, or naming what is wrong with it.
+    Raises DraftsimError if the text is empty, or naming what is wrong with it.
     """
     policy, source = _given(text)
     try:
@@ -76,11 +73,9 @@ def setup_from(text: str, *, longest: int) -> Setup:
 
 def _version(text: str) -> tuple[int, int] | None:
     """Return a value that changes with the file that `text` names; None if it names none."""
-    if not text or text.lstrip().startswith("{"):
-        return None
     try:
         found = os.stat(text)
-    except OSError:
+    except (OSError, ValueError):
         return None
     return found.st_ino, found.st_mtime_ns
 
@@ -146,9 +141,9 @@ def _source(text: str) -> DraftSource:
 class EngineStream(Member):
     """One request from its first token to its last."""
 
-    def __init__(self, name: str, drafts: Drafts, output: Sequence[int] = ()) -> None:
-        super().__init__(name)
-        self.drafts = drafts
+    def __init__(self, asked: Asked, drafts: Drafts, output: Sequence[int]) -> None:
+        super().__init__(asked.id)
+        self.asked, self.drafts = asked, drafts
         self.output = [*output]
         """Tokens emitted so far."""
         self.rounds: list[Round] = []
@@ -178,32 +173,18 @@ class Session:
 
     Parameters
     ----------
-    setup:
-        The policy, and where its drafts come from.
-    longest:
-        Most tokens of a draft.
-    vocabulary:
-        Size of the engine's vocabulary, used if the source does not know its own.
-    keep:
-        True if the streams of requests that ended are kept in `finished`.
-    booked:
-        True if the engine's records hold what was just sampled.
-    caller_name:
-        Returns the name that a request's caller gave, from the one that the engine has for it.
+    setup: The policy, and where its drafts come from.
+    drafter: The drafter of the engine that it decides for.
+    keep: True if the streams of requests that ended are kept in `finished`.
     """
 
-    def __init__(
-        self, setup: Setup, longest: int, vocabulary: int, keep: bool, booked: bool,
-        caller_name: Callable[[str], str],
-    ) -> None:  # fmt: skip
-        self.setup, self.keep, self.booked = setup, keep, booked
-        self._caller_name = caller_name
+    def __init__(self, setup: Setup, drafter: Governed, keep: bool) -> None:
+        self.setup, self.keep, self._drafter = setup, keep, drafter
         self.finished: dict[str, EngineStream] = {}
         """Streams that have ended, by the request's own name."""
-        self._streams: dict[str, tuple[EngineStream, Asked]] = {}
-        self._together = together_of(
-            setup.policy, vocab_size=setup.source.vocab_size or vocabulary, longest=longest
-        )
+        self._streams: dict[str, EngineStream] = {}
+        vocab_size = setup.source.vocab_size or drafter.vocabulary
+        self._together = together_of(setup.policy, vocab_size=vocab_size, longest=drafter.longest)
 
     @property
     def idle(self) -> bool:
@@ -227,12 +208,10 @@ class Session:
             self._leave(name)
         emitting = {name: t for name, t in zip(names, sampled, strict=False) if t}
         decoding = [name for name in emitting if name in self._streams]
-        streams, rounds = [], []
-        for name in decoding:
-            stream, asked = self._streams[name]
+        streams, rounds = [self._streams[name] for name in decoding], []
+        for name, stream in zip(decoding, streams, strict=True):
             # The last iteration of a request may sample more than it asked for.
-            stream.output.extend(emitting[name][: asked.limit - len(stream.output)])
-            streams.append(stream)
+            stream.output.extend(emitting[name][: stream.asked.limit - len(stream.output)])
             rounds.append(stream.end_round(emitting[name], len(verified.get(name, ()))))
         if streams:
             self._together.observe(streams, rounds)
@@ -242,9 +221,9 @@ class Session:
         # As in the simulator: places are free when others take them, who came first before who
         # came later, whatever rows of its batch the engine gave them.
         for name in [n for n in requests if n in emitting and n not in decoding]:
-            self._join(name, requests[name], [] if self.booked else emitting[name])
+            self._join(name, requests[name], [] if self._drafter.booked else emitting[name])
             self._leave_ended([name])
-        going_on = {name: self._streams[name][0] for name in emitting if name in self._streams}
+        going_on = {name: self._streams[name] for name in emitting if name in self._streams}
         # `scheduled` includes requests that ended here, and those whose prompts were processed.
         batch, scheduled = len(going_on), len(sampled)
         if going_on:
@@ -258,23 +237,22 @@ class Session:
 
     def _join(self, name: str, state: Any, tokens: Sequence[int]) -> None:
         limit = state.sampling_params.max_tokens
-        asked = Asked(self._caller_name(name), state.prompt_token_ids, limit)
+        asked = Asked(self._drafter.caller_name(name), state.prompt_token_ids, limit)
         output = [*state.output_token_ids, *tokens]
-        stream = EngineStream(asked.id, self.setup.source.open(asked, output), output)
-        self._streams[name] = stream, asked
-        self._together.join(stream)
+        self._streams[name] = EngineStream(asked, self.setup.source.open(asked, output), output)
+        self._together.join(self._streams[name])
 
     def _leave_ended(self, names: Sequence[str]) -> None:
         for name in names:
-            if self._streams[name][0].drafts.remaining <= 0:
+            if self._streams[name].remaining <= 0:
                 self._leave(name)
 
     def _leave(self, name: str) -> None:
-        stream, asked = self._streams.pop(name)
+        stream = self._streams.pop(name)
         self._together.leave(stream)
-        self.setup.source.close(asked, stream.output)
+        self.setup.source.close(stream.asked, stream.output)
         if self.keep:
-            self.finished.setdefault(asked.id, stream)
+            self.finished.setdefault(stream.asked.id, stream)
         if (notes := lines()) is not None:
             notes.put(rounds=stream.name, of=stream.rounds)
 
@@ -287,14 +265,15 @@ class Governed:
 
     Parameters
     ----------
-    longest, vocabulary, caller_name:
-        See `Session`.
+    longest: Most tokens of a draft.
+    vocabulary: Size of the engine's vocabulary, used if the source does not know its own.
+    caller_name: Returns the name that a request's caller gave, from the engine's name of it.
     """
 
     own_passes: ClassVar[bool] = False
     """True if a drafter of the engine's own runs passes."""
     booked: ClassVar[bool] = True
-    """As in `Session`."""
+    """True if the engine's records hold what was just sampled."""
 
     def __init__(
         self, longest: int, vocabulary: int, caller_name: Callable[[str], str] = str
@@ -305,7 +284,7 @@ class Governed:
 
     def use(self, setup: Setup) -> Session:
         """Use this setup from now on for new requests only; keep the rounds of those that end."""
-        session = self._begun(setup, keep=True)
+        session = Session(setup, self, keep=True)
         self.go_on(session)
         return session
 
@@ -325,8 +304,5 @@ class Governed:
         watched = known is not None and self._version is not None and known.idle
         if known is None or (watched and _version(text) not in (None, self._version)):
             self._version = _version(text)
-            known = self._session = self._begun(setup_from(text, longest=self.longest), keep=False)
+            known = self._session = Session(setup_from(text, longest=self.longest), self, False)
         return known
-
-    def _begun(self, setup: Setup, keep: bool) -> Session:
-        return Session(setup, self.longest, self.vocabulary, keep, self.booked, self.caller_name)

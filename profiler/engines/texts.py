@@ -96,7 +96,10 @@ def policy_runs(
     left_out: dict[str, set[str]] = {}
     for (load, _), each in diverged.items():
         left_out.setdefault(load, set()).update(*each)
-    known = is_recorded(trace, own)
+    # The outputs are those of the recorded model if most begin as recorded.
+    known = "token" in trace.columns and 2 * sum(
+        output_of(trace, i)[:1] == [*text[:1]] for i, text in own.items()
+    ) > len(own)
     return {
         (load, text): PolicyRuns(
             load, text, runs, diverged[load, text], frozenset(left_out[load]),
@@ -104,14 +107,6 @@ def policy_runs(
         )
         for (load, text), runs in measured.items()
     }  # fmt: skip
-
-
-def is_recorded(trace: Trace, own: Mapping[int, Sequence[int]]) -> bool:
-    """Return True if the outputs are those of the recorded model: most begin as recorded."""
-    if "token" not in trace.columns:
-        return False
-    same = sum(output_of(trace, i)[:1] == [*text[:1]] for i, text in own.items())
-    return 2 * same > len(own)
 
 
 def unlike_recording(run: LoadRun, trace: Trace) -> int:

@@ -35,25 +35,19 @@ from traces.store.text import read_object
 Weights = dict[str, Tensor]
 
 KINDS = ("eagle", "eagle3", "mtp")
-RENAMED = (
-    ("fusion_fc.", "fc."),
-    ("transformer.", "layers.0."),
-)
-"""Prefixes of the ``speculators`` format, and EAGLE's."""
 UNREAD = ("rotary_emb", "verifier_", "t2d", "mask_hidden")
 
 
 def read_drafter(folder: str | Path, target: Any) -> FeatureDrafter:
     """Return the drafter kept in `folder`, attached to `target`, in its dtype and on its device.
 
-    Raises
-    ------
-    DraftsimError
-        If the folder holds no drafter, its files contradict each other, its layer is of a kind
-        that is not read, or it was trained for another target.
+    Raises DraftsimError if the folder holds no drafter, its files contradict each other, its layer
+    is of a kind that is not read, or it was trained for another target.
     """
-    where = Path(folder)
-    config = _config(where)
+    where, remedy = Path(folder), "name the folder of a drafter, with its config.json"
+    if not (path := where / "config.json").is_file():
+        raise DraftsimError(f"{path}: no such file: {remedy}")
+    config = read_object(path, remedy)
     kind = _kind(where, config, weights := _weights(where))
     nested = config.get("transformer_layer_config", config)
     if kind != "mtp" and nested.get("num_hidden_layers", 1) != 1:
@@ -70,13 +64,6 @@ def read_drafter(folder: str | Path, target: Any) -> FeatureDrafter:
     built.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     _embed(built, embedding, target)
     return built.attach(target)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path, remedy = folder / "config.json", "name the folder of a drafter, with its config.json"
-    if not path.is_file():
-        raise DraftsimError(f"{path}: no such file: {remedy}")
-    return read_object(path, remedy)
 
 
 def _weights(folder: Path) -> Weights:
@@ -121,7 +108,9 @@ def _build(
     kind: str, config: dict[str, Any], layer: Any, weights: Weights, target: Any
 ) -> FeatureDrafter:
     """Return an empty drafter of the right shape; renames `weights` as it names its own."""
-    stripped = {_renamed(name): w for name, w in weights.items() if not _unread(name)}
+    stripped = {
+        _renamed(name): w for name, w in weights.items() if not any(part in name for part in UNREAD)
+    }
     weights.clear()
     weights.update(stripped)
     made: FeatureDrafter
@@ -150,9 +139,8 @@ def _eagle3(config: dict[str, Any], layer: Any, weights: Weights, target: Any) -
     for name in ("fc_norm", "norm_output"):
         if config.get(name):
             raise ValueError(f"{name} is not supported")
-    depths = config.get("eagle_aux_hidden_state_layer_ids") or inner.get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
+    name = "eagle_aux_hidden_state_layer_ids"
+    depths = config.get(name) or inner.get(name)
     if not depths:
         depths = default_depths(int(target.config.get_text_config().num_hidden_layers))
     offsets = weights.pop("d2t", None)
@@ -172,21 +160,16 @@ def _eagle3(config: dict[str, Any], layer: Any, weights: Weights, target: Any) -
 
 
 def _renamed(name: str) -> str:
+    """Return EAGLE's name of a weight in the ``speculators`` format."""
     name = name.removeprefix("model.")
-    for theirs, ours in RENAMED:
+    for theirs, ours in (("fusion_fc.", "fc."), ("transformer.", "layers.0.")):
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return name
 
 
-def _unread(name: str) -> bool:
-    return any(part in name for part in UNREAD)
-
-
 def _swap_halves(weights: Weights) -> None:
-    """Swap the halves: MiMo projects [previous state; embedding], the others [embedding; previous
-    state].
-    """
+    """Swap the halves: MiMo projects [previous state; embedding], others the reverse."""
     for name in [n for n in weights if n.endswith("input_proj.weight")]:
         state, embedded = weights[name].chunk(2, -1)
         weights[name] = torch.cat([embedded, state], -1)
@@ -196,13 +179,10 @@ def _fit_biases(drafter: FeatureDrafter, weights: Weights) -> None:
     """Give linear maps of the layer the biases that the file has (Qwen2's attention)."""
     for name, module in list(drafter.named_modules()):
         if isinstance(module, nn.Linear) and f"{name}.weight" in weights:
-            if (f"{name}.bias" in weights) == (module.bias is not None):
-                continue
-            module.register_parameter(
-                "bias",
-                nn.Parameter(torch.zeros(module.out_features))
-                if f"{name}.bias" in weights else None,
-            )  # fmt: skip
+            there = f"{name}.bias" in weights
+            if there != (module.bias is not None):
+                bias = nn.Parameter(torch.zeros(module.out_features)) if there else None
+                module.register_parameter("bias", bias)
 
 
 def _fill(drafter: FeatureDrafter, weights: Weights, folder: Path) -> None:
@@ -247,20 +227,13 @@ def write_drafter(
 
     Parameters
     ----------
-    layout:
-        ``eagle``: EAGLE's repository, for eagle and eagle3.  ``speculators``: eagle3 and mtp.
-    dtype:
-        Number format of the weights.
-    embedding:
-        (vocab, hidden) of the target, kept as ``embed_tokens.weight``; readers that have the
+    layout: ``eagle``: EAGLE's repository, for eagle and eagle3.  ``speculators``: eagle3 and mtp.
+    dtype: Number format of the weights.
+    embedding: (vocab, hidden) of the target, kept as ``embed_tokens.weight``; readers that have the
         target do not need it.
-    target:
-        Name of the target, which a ``speculators`` file says.
+    target: Name of the target, which a ``speculators`` file says.
 
-    Raises
-    ------
-    DraftsimError
-        If the layout has no such drafter, or the folder cannot be written.
+    Raises DraftsimError if the layout has no such drafter, or the folder cannot be written.
     """
     refused = ("eagle", "mtp"), ("speculators", "eagle"), ("speculators", "p-eagle")
     if (layout, drafter.kind) in refused:
@@ -326,12 +299,10 @@ def _speculators(drafter: FeatureDrafter, target: str) -> dict[str, Any]:
         "speculators_config": {
             "algorithm": drafter.kind,
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy", "speculative_tokens": 3,
-                    "accept_tolerance": 0.0, "verifier_accept_k": 1,
-                }
-            ],
+            "proposal_methods": [{
+                "proposal_type": "greedy", "speculative_tokens": 3, "accept_tolerance": 0.0,
+                "verifier_accept_k": 1,
+            }],
             "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": target},
         },
         "tie_word_embeddings": False,

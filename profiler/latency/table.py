@@ -174,14 +174,10 @@ class Sweeps:
 
     Parameters
     ----------
-    blocks, device:
-        Blocks to time, and the device.
-    checkpoint:
-        Keeps every sweep; those it holds already count as done.
-    warmup:
-        Untimed calls of every cell before the first sweep.
-    check:
-        Called before every cell that is warmed up and every block; it may raise, and only whole
+    blocks, device: Blocks to time, and the device.
+    checkpoint: Keeps every sweep; those it holds already count as done.
+    warmup: Untimed calls of every cell before the first sweep.
+    check: Called before every cell that is warmed up and every block; it may raise, and only whole
         sweeps count.
     """
 
@@ -270,9 +266,7 @@ class Sweeps:
         return [groups[n][i] for n in sizes for i in self._rng.permutation(len(groups[n]))]
 
     def cells(self) -> pd.DataFrame:
-        """Return rows as in `traces.latency.table`: means over sweeps, half their interquartile
-        ranges.
-        """
+        """Return rows as in `traces.latency.table`: means over sweeps, half quartile ranges."""
         return rows_of(list(self._steps), self._samples)
 
 

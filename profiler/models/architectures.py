@@ -180,21 +180,17 @@ class PairShape:
         return replace(self, target=self.target.miniature(), draft=draft)
 
 
-def _pair(name: str, target: str, draft: str | None = None) -> PairShape:
-    return PairShape(name, ARCHITECTURES[target], ARCHITECTURES[draft] if draft else None)
-
-
 PAIRS: Mapping[str, PairShape] = {
-    p.name: p
-    for p in (
-        _pair("llama-3.1-8b+1b", "llama-3.1-8b", "llama-3.2-1b"),
-        _pair("qwen2.5-coder-1.5b+0.5b", "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"),
-        _pair("vicuna-7b+68m", "vicuna-7b", "vicuna-68m"),
-        _pair("cm-asd-12+3", "cm-asd-12", "cm-asd-3"),
-        _pair("vicuna-13b+160m", "vicuna-13b", "vicuna-160m"),
-        _pair("qwen2.5-32b+0.5b", "qwen2.5-32b", "qwen2.5-0.5b"),
-        _pair("codellama-7b", "codellama-7b"),
-        _pair("codellama-13b", "codellama-13b"),
+    name: PairShape(name, ARCHITECTURES[target], ARCHITECTURES[draft] if draft else None)
+    for name, target, draft in (
+        ("llama-3.1-8b+1b", "llama-3.1-8b", "llama-3.2-1b"),
+        ("qwen2.5-coder-1.5b+0.5b", "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"),
+        ("vicuna-7b+68m", "vicuna-7b", "vicuna-68m"),
+        ("cm-asd-12+3", "cm-asd-12", "cm-asd-3"),
+        ("vicuna-13b+160m", "vicuna-13b", "vicuna-160m"),
+        ("qwen2.5-32b+0.5b", "qwen2.5-32b", "qwen2.5-0.5b"),
+        ("codellama-7b", "codellama-7b", None),
+        ("codellama-13b", "codellama-13b", None),
     )
 }
 """Most important first: without enough time or memory the last ones are left out."""

@@ -105,8 +105,7 @@ class GraphRunner(Runner):
 
     Parameters
     ----------
-    model, slots, batch:
-        As for `Runner`; slots are rounded up to a multiple of `GRANULARITY`.
+    model, slots, batch: As for `Runner`; slots are rounded up to a multiple of `GRANULARITY`.
     """
 
     _attention = staticmethod(grouped_attention)
@@ -302,7 +301,6 @@ class Norm(Module):
         self.weight, self.epsilon = plain.weight, plain.variance_epsilon
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return what the module that it replaces returns, for any shape."""
         return torch.nn.functional.rms_norm(states, self.weight.shape, self.weight, self.epsilon)
 
 
@@ -333,7 +331,6 @@ class Later(Module):
         self.first, self.index = (first,), index  # in a tuple: it is no part of this one
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the result that was already computed."""
         first = self.first[0]
         part: Tensor = first.others[self.index]
         if self.index == len(first.sizes) - 2:

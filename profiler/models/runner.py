@@ -138,12 +138,9 @@ class Runner:
 
     Parameters
     ----------
-    model:
-        A Hugging Face causal model in eval mode, attention ``sdpa``.
-    slots:
-        Cache capacity in tokens (prompt + output + drafts or tree branches).
-    batch:
-        Sequences the cache has room for; `forward` uses the first.
+    model: A Hugging Face causal model in eval mode, attention ``sdpa``.
+    slots: Cache capacity in tokens (prompt + output + drafts or tree branches).
+    batch: Sequences the cache has room for; `forward` uses the first.
     """
 
     _attends_in_blocks = False
@@ -213,14 +210,9 @@ class Runner:
             None.
         positions: (new_tokens,) positions, for trees; slots if None.
 
-        Returns
-        -------
-        (kept, vocab) raw logits in the model's dtype.
+        Returns (kept, vocab) raw logits in the model's dtype.
 
-        Raises
-        ------
-        DraftsimError
-            If the tokens do not fit the cache.
+        Raises DraftsimError if the tokens do not fit the cache.
         """
         stop = start + tokens.shape[0]
         self.cache.place(start, stop)
@@ -273,14 +265,9 @@ class Runner:
         first: cache row of the first sequence; the others follow.
         keep: logits wanted of the last ``keep`` columns; 0 = all.
 
-        Returns
-        -------
-        (batch, kept, vocab) raw logits in the model's dtype.
+        Returns (batch, kept, vocab) raw logits in the model's dtype.
 
-        Raises
-        ------
-        DraftsimError
-            If the sequences or positions do not fit the cache.
+        Raises DraftsimError if the sequences or positions do not fit the cache.
         """
         count, cache = tokens.shape[0], self.cache
         if first + count > cache.batch:

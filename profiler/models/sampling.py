@@ -57,16 +57,12 @@ def _cut(scaled: Tensor, top_p: float) -> Tensor:
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the distribution drawn from, float32 (rows, vocab), from raw ``logits`` of that
-    shape.
-    """
+    """Return the distribution drawn from, of raw ``logits``; float32 (rows, vocab) both."""
     return torch.softmax(tempered(logits, sampling), -1)
 
 
 def log_probs_at(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
-    """Return log of `probs` of one token per row, float32 (rows,); -inf where top-p cuts it
-    away.
-    """
+    """Return log of `probs` of one token per row, float32 (rows,); -inf where top-p cuts it."""
     parts = zip(logits.split(ROWS), tokens.split(ROWS), strict=True)
     return torch.cat([log_softmax_at(tempered(some, sampling), of) for some, of in parts])
 
@@ -246,12 +242,10 @@ LIKELIEST = 10
 
 
 def top10_log_prob(logits: Tensor) -> Tensor:
-    """Return the log-probability of the likeliest token among the ten likeliest at T = 1; float32
-    (rows,).
+    """Return the likeliest token's log-probability among the ten likeliest, T = 1; float32 (rows,).
 
-    It is not part of `signals`, because the search for ten tokens costs extra.
-
-    ``logits``: (rows, vocab) raw, any float dtype.
+    It is not part of `signals`, because the search for ten tokens costs extra.  ``logits``: (rows,
+    vocab) raw, any float dtype.
     """
     likeliest = logits.float().topk(min(LIKELIEST, logits.shape[-1]), dim=-1).values
     return -(likeliest - likeliest[:, :1]).logsumexp(-1)
@@ -299,9 +293,9 @@ def drafted(
     return Drafted(*of, log_prob, of.top1 - of.logsumexp, raw)
 
 
-def check_finite(values: Tensor, model: str, where: str) -> None:
-    """Raise if a log-sum-exp is NaN: the model's logits are then not usable."""
-    if bool(values.isnan().any()):
+def refuse_nan(bad: bool, model: str, where: str) -> None:
+    """Raise DraftsimError if logits of a model are `bad`: NaN, and so not usable."""
+    if bad:
         raise DraftsimError(
             f"the {model} produced NaN logits {where}: check its weights and dtype "
             "(bfloat16 or float32 instead of float16 often helps)"

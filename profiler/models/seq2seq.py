@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,9 +104,7 @@ def check_room(model: Any, length: int, max_new_tokens: int, where: str = "") ->
 
 
 def describe_seq2seq(model: Any) -> dict[str, Any]:
-    """Return shape and settings of an encoder-decoder, for provenance; ``layers`` are the
-    decoder's.
-    """
+    """Return an encoder-decoder's shape and settings, for provenance; ``layers``: the decoder's."""
     layers = model.config.num_hidden_layers  # the encoder's, in every class
     ignored = ignored_settings(model)
     return {
@@ -117,12 +114,8 @@ def describe_seq2seq(model: Any) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, eq=False)
-class EncodedSource:
-    """An encoded source text: its states, and the decoder's cache over them."""
-
-    states: BaseModelOutput
-    cache: Cache
+EncodedSource = tuple[BaseModelOutput, Cache]
+"""States of an encoded source text, and the decoder's cache over them."""
 
 
 class Seq2SeqRunner(Runner):
@@ -130,15 +123,10 @@ class Seq2SeqRunner(Runner):
 
     Parameters
     ----------
-    model:
-        A Hugging Face encoder-decoder model in eval mode, attention ``sdpa``.
-    slots:
-        Capacity of the decoder's cache in tokens (start + output + drafts or branches).
+    model: A Hugging Face encoder-decoder model in eval mode, attention ``sdpa``.
+    slots: Capacity of the decoder's cache in tokens (start + output + drafts or branches).
 
-    Raises
-    ------
-    DraftsimError
-        If the decoder's positions cannot be set, which tree-masked passes need.
+    Raises DraftsimError if the decoder's positions cannot be set, which tree-masked passes need.
     """
 
     def __init__(self, model: Any, slots: int) -> None:
@@ -166,13 +154,11 @@ class Seq2SeqRunner(Runner):
 
     @torch.inference_mode()
     def encode(self, prompt: Tensor) -> EncodedSource:
-        """Return the source text's states; the first pass over them fills the cross-attention
-        cache.
-        """
+        """Return the source text's states; the first pass fills the cross-attention cache."""
         states = self.model.get_encoder()(input_ids=prompt[None])[0]  # (1, tokens, width)
         cache: Any = EncoderDecoderCache(self.cache, DynamicCache())
         output: Any = BaseModelOutput(last_hidden_state=states)
-        return EncodedSource(output, cache)
+        return output, cache
 
     @torch.inference_mode()
     def forward(
@@ -192,6 +178,7 @@ class Seq2SeqRunner(Runner):
         self.cache.place(start, stop)
         if self.source is None:
             raise DraftsimError("no source is encoded: call begin(source ids) before a pass")
+        states, cache = self.source
         if mask is None:
             mask = self._causal[start:stop, :stop]
         own = self._straight[start:stop] if positions is None else positions
@@ -200,10 +187,10 @@ class Seq2SeqRunner(Runner):
             if positions is not None:
                 stack.enter_context(self._positioned(self._places[:stop], own))
             out = self.model(
-                encoder_outputs=self.source.states,
+                encoder_outputs=states,
                 decoder_input_ids=tokens[None],
                 decoder_attention_mask=mask[None, None],
-                past_key_values=self.source.cache,
+                past_key_values=cache,
                 use_cache=True,
             )
         logits: Tensor = out.logits[0, -keep if keep else 0 :]  # (kept, vocab)
@@ -214,13 +201,11 @@ class Seq2SeqRunner(Runner):
     def forward_batch(
         self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
     ) -> Tensor:
-        """Refuse a batch: encoder-decoder models are decoded one request at a time."""
         raise DraftsimError(
             f"{type(self.model).__name__} is an encoder-decoder model: decode one request at a time"
         )
 
     def check_room(self, length: int, max_new_tokens: int) -> None:
-        """Raise DraftsimError unless a source of ``length`` tokens and its output fit."""
         check_room(self.model, length, max_new_tokens)
         room = self.cache.slots - int(self.prefix.shape[0])
         if max_new_tokens > room:

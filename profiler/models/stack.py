@@ -18,11 +18,8 @@ class LayerRunner(Runner):
     Works for decoders laid out as Llama, Mistral and Qwen are in transformers: an inner
     model with ``embed_tokens``, ``layers``, ``norm`` and ``rotary_emb``.
 
-    Raises
-    ------
-    DraftsimError
-        If the model is laid out otherwise, or running its layers one by one does not give
-        the logits of its own forward pass.
+    Raises DraftsimError if the model is laid out otherwise, or running its layers one by one does
+    not give the logits of its own forward pass.
     """
 
     def __init__(self, model: Any, slots: int) -> None:
@@ -40,13 +37,11 @@ class LayerRunner(Runner):
         self._layers = list(inner.layers)
         with torch.inference_mode():
             like = inner.embed_tokens(torch.zeros(1, dtype=torch.long, device=self.device))
-            self._cos, self._sin = inner.rotary_emb(like, position_ids=self._positions)
+            self.rotary: tuple[Tensor, Tensor] = inner.rotary_emb(
+                like, position_ids=self._positions
+            )
+            """Cosines and sines of every slot's position, (1, slots, head_dim) each."""
         self._check()
-
-    @property
-    def rotary(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of every slot's position, (1, slots, head_dim) each."""
-        return self._cos, self._sin
 
     @torch.inference_mode()
     def _check(self) -> None:
@@ -138,18 +133,16 @@ class LayerRunner(Runner):
         start: first slot; slots before it are attended to at each layer.
         mask, positions: as in `Runner.forward`.
 
-        Returns
-        -------
-        (tokens, hidden) states after the last of the layers.
+        Returns (tokens, hidden) states after the last of the layers.
         """
         stop = start + hidden.shape[0]
         self.cache.place(start, stop)
         if mask is None:
             mask = self._causal_mask(start, stop)
         if positions is None:
-            at, cos, sin = (t[:, start:stop] for t in (self._positions, self._cos, self._sin))
+            at, cos, sin = (t[:, start:stop] for t in (self._positions, *self.rotary))
         else:
-            at, cos, sin = positions[None], self._cos[:, positions], self._sin[:, positions]
+            at, cos, sin = positions[None], *(t[:, positions] for t in self.rotary)
         states = hidden[None]
         for i in which:
             out = self._layers[i](

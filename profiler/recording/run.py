@@ -74,9 +74,7 @@ def model_path(name: str, role: str) -> str:
 
 
 def shipped_heads(name: str) -> Path | None:
-    """Return the folder of trained heads that the project has for a target, by its name or
-    folder.
-    """
+    """Return the folder of the project's trained heads for a target, by its name or folder."""
     folder = Path(model_path(name, "target")).resolve()
     for target, heads in (
         (BUNDLED / "target", BUNDLED / "exit_heads"),
@@ -112,9 +110,7 @@ def read_run(folder: Path, trust_remote_code: bool = False) -> RunInfo:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """Return the fields of `RunInfo` in a run's own file; FileError naming the one that is
-    damaged.
-    """
+    """Return the fields of `RunInfo` in a run's own file; FileError names a damaged one."""
     found = read_object(path, AGAIN)
     if TRUST in found:
         raise FileError(f"{path} may not say {TRUST}: {AGAIN}")
@@ -174,11 +170,8 @@ DONE_WITH = "recorded_with"
 def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
     """Lock the folder against other writers (see `traces.store.writing`); make it if missing.
 
-    Raises
-    ------
-    DraftsimError
-        If another process writes there (naming it), or the folder cannot be written to (with
-        the `remedy`).
+    Raises DraftsimError if another process writes there (naming it), or the folder cannot be
+    written to (with the `remedy`).
     """
     made = not folder.exists()
     try:
@@ -200,10 +193,7 @@ def claimed(info: RunInfo, folder: Path, force: bool = False) -> RunInfo:
 
     Nothing is written.  With `force` the folder may hold anything.
 
-    Raises
-    ------
-    DraftsimError
-        If it holds another pair's run, or one of another device or dtype.
+    Raises DraftsimError if it holds another pair's run, or one of another device or dtype.
     """
     if force or not (folder / NAME).is_file():
         return replace(info, run_id=uuid.uuid4().hex[:16])
@@ -236,10 +226,7 @@ def is_done(path: Path, meta: Mapping[str, Any], *options: Mapping[str, Any]) ->
 
     ``meta`` is its provenance.
 
-    Raises
-    ------
-    DraftsimError
-        If it was made with other options, which a run would overwrite.
+    Raises DraftsimError if it was made with other options, which a run would overwrite.
     """
     if meta.get(DONE_WITH) in {digest_of(one) for one in options}:
         return True

@@ -38,7 +38,6 @@ from profiler.models.runner import Runner
 from profiler.models.sampling import (
     ROWS,
     Scored,
-    check_finite,
     coupled,
     drafted,
     draw,
@@ -46,6 +45,7 @@ from profiler.models.sampling import (
     log_softmax_at,
     pick,
     probs,
+    refuse_nan,
     scored,
     tempered,
     top10_log_prob,
@@ -65,8 +65,6 @@ from traces.errors import DraftsimError
 
 SCORE_TOKENS = 512
 """Tail tokens the target scores in one pass: bounds the memory of their logits."""
-BLOCK_TOKENS = 96
-"""Tail tokens that attend together: few enough that little of it is masked out."""
 
 Rows = dict[str, Tensor]
 Columns = dict[str, "np.ndarray[Any, Any]"]
@@ -124,7 +122,8 @@ class Branches:
     def forward(self, runner: Runner, fed: Tensor, branch: Tensor, step: Tensor) -> Tensor:
         """Return a model's logits after the tokens of whole branches, in (branch, step) order."""
         positions = self.wrong_at[branch] + step
-        spans = spans_of(branch, BLOCK_TOKENS)
+        # Few enough tokens attend together that little of it is masked out.
+        spans = spans_of(branch, 96)
         blocks = [self._block(runner, branch[span], span) for span in spans]
         return runner.forward_blocks(fed, self.path, blocks, positions)
 
@@ -182,16 +181,12 @@ class Recorder:
 
     Parameters
     ----------
-    target, draft:
-        Runners over a shared vocabulary.  Their caches need room for prompt, output and
+    target, draft: Runners over a shared vocabulary.  Their caches need room for prompt, output and
         tails: see `slots_needed`.  `record_together` decodes as many prompts at once as the
         target's cache has rows after the first.
-    max_new_tokens, max_gamma:
-        Output limit, and the longest draft that can be replayed.
-    eos:
-        Ids that end an output, and a draft.
-    sampling, generator:
-        How outputs are drawn, one per prompt; greedily by default.
+    max_new_tokens, max_gamma: Output limit, and the longest draft that can be replayed.
+    eos: Ids that end an output, and a draft.
+    sampling, generator: How outputs are drawn, one per prompt; greedily by default.
     """
 
     def __init__(
@@ -216,8 +211,7 @@ class Recorder:
 
     @torch.inference_mode()
     def record(self, prompt: Tensor) -> Columns:
-        """Return columns (without `request`) of one prompt, as in
-        `traces.acceptance.trace.COLUMNS`.
+        """Return columns of one prompt, as in `traces.acceptance.trace.COLUMNS` without `request`.
 
         ``prompt``: (prompt_tokens,) ids on the models' device; an encoder-decoder's source.
         Raises DraftsimError if the prompt does not fit or a model gives NaN.
@@ -311,8 +305,9 @@ class Recorder:
             "draft_path_logprob": log_probs_at(draft_logits, output, self.sampling),
             "target_path_logprob": log_probs_at(target_logits, output, self.sampling),
         }
-        check_finite(on_path["draft_logsumexp"], "draft", "while recording")
-        check_finite(on_path["target_logsumexp"], "target", "while recording")
+        for name in ("draft", "target"):
+            bad = bool(on_path[f"{name}_logsumexp"].isnan().any())
+            refuse_nan(bad, name, "while recording")
         starts, lengths = self._tail_plan(match)
         branches = Branches(path.shape[0], int(prompt.shape[0]) + starts)
         rows = self._tails(branches, lengths, proposal[starts])
@@ -359,8 +354,7 @@ class Recorder:
         return starts[keep], lengths[keep]
 
     def _tails(self, branches: Branches, lengths: Tensor, wrong: Tensor) -> Rows:
-        """Return rows of all off-path tails by (branch, step), which are two of the columns; {} if
-        there are none.
+        """Return rows of all off-path tails by (branch, step), two of the columns; {} if none.
 
         Each wrong proposal, `wrong` (branches,), begins a branch of at most `lengths` tokens.  The
         draft advances all branches that have not ended, one pass per step; the target then scores
@@ -383,9 +377,7 @@ class Recorder:
         return rows | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _drafted(self, branches: Branches, lengths: Tensor, feed: Tensor) -> Rows:
-        """Return the draft's columns, with the token fed before each proposal, in drafting
-        order.
-        """
+        """Return the draft's columns, with the token fed before each, in drafting order."""
         branch = torch.arange(feed.shape[0], device=feed.device)
         owners = branch[:0]
         steps: list[Rows] = []
@@ -463,12 +455,9 @@ def with_signals(trace: Trace, draft: Any, advance: Callable[[], object]) -> Tra
 
     Parameters
     ----------
-    trace:
-        Recorded by `Recorder`.
-    draft:
-        The model that drafted.
-    advance:
-        Called after every request.
+    trace: Recorded by `Recorder`.
+    draft: The model that drafted.
+    advance: Called after every request.
     """
     slots = (
         slots_needed(r.prompt_length, r.max_new_tokens, trace.max_gamma or 0)
@@ -513,8 +502,5 @@ def _signals(
         order.append(at)
         found.append(draft_columns(logits, rows["draft_token"][at], sampling))
     back = torch.cat(order).argsort()
-    return {n: _in_order([part[n] for part in found], back) for n in wanted}
-
-
-def _in_order(parts: list[Tensor], order: Tensor) -> npt.NDArray[np.float32]:
-    return torch.cat(parts)[order].float().cpu().numpy()
+    columns_of = {n: torch.cat([part[n] for part in found])[back] for n in wanted}
+    return {n: column.float().cpu().numpy() for n, column in columns_of.items()}

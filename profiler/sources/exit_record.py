@@ -89,17 +89,12 @@ class ExitRecorder(SourceRecorder):
 
     Parameters
     ----------
-    target:
-        Needs room in its cache for path and continuations: see `slots_needed`.
-    heads:
-        Exit heads of this target, or an adapter: one exit, whose head attends to its own past.
+    target: Needs room in its cache for path and continuations: see `slots_needed`.
+    heads: Exit heads of this target, or an adapter: one exit, whose head attends to its own past.
         Its drafts too depend on the fed tokens alone, as the states it reads are exact.
-    settings:
-        Settings whose wrong exits are followed beyond the first further token.
-    omegas:
-        Annealing strengths to record; must include those of the settings.
-    sampling, generator:
-        How the outputs were drawn, and of the exits' own draws.
+    settings: Settings whose wrong exits are followed beyond the first further token.
+    omegas: Annealing strengths to record; must include those of the settings.
+    sampling, generator: How the outputs were drawn, and of the exits' own draws.
     """
 
     def __init__(
@@ -125,16 +120,13 @@ class ExitRecorder(SourceRecorder):
 
     @staticmethod
     def slots_needed(longest: int, gamma_max: int) -> int:
-        """Return the number of cache slots for a path of `longest` tokens and the continuations of
-        a group.
-        """
+        """Return the cache slots of a path of `longest` tokens and a group's continuations."""
         return longest + GROUP * (16 + 4 * gamma_max)
 
     @torch.inference_mode()
     def record(
         self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]
     ) -> ExitNodes:
-        """Return nodes of one request."""
         count, width = len(output), int(prompt.shape[0])
         path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
         # Greedy output needs nothing of the layers after the last head.
@@ -244,9 +236,7 @@ class ExitRecorder(SourceRecorder):
     def _choose(
         self, columns: Columns, rule: tuple[list[int], int, float, int]
     ) -> npt.NDArray[np.int64]:
-        """Return the token each row drafts under a setting, -1 where it reaches the bound;
-        (rows,).
-        """
+        """Return the token each row drafts under a setting, -1 at the bound; (rows,)."""
         used, column, threshold, _ = rule
         drafts = np.full(len(columns["argmax"]), -1, dtype=np.int64)
         for at in reversed(used):
@@ -313,9 +303,7 @@ class ExitRecorder(SourceRecorder):
 
 
 def _extended(sees: npt.NDArray[np.bool_], parents: list[int]) -> npt.NDArray[np.bool_]:
-    """Return `sees` with a row per new node: itself and what its parent sees (negative: no
-    parent).
-    """
+    """Return `sees` with a row per new node: itself and its parent's (negative: no parent)."""
     above = np.zeros((len(parents), len(sees)), dtype=bool)
     has_parent = np.array(parents) >= 0
     above[has_parent] = sees[np.array(parents)[has_parent]]

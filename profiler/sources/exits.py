@@ -266,7 +266,6 @@ class EarlyExitDecoder(ExitDecoder):
 
     @classmethod
     def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        """Return what records the settings of `how`."""
         gamma = max((s.gamma_max for s in how.settings), default=1)
         runner = LayerRunner(target, ExitRecorder.slots_needed(trace.longest, gamma))
         chance = torch.Generator(runner.device).manual_seed(how.seed)
@@ -283,12 +282,10 @@ class EarlyExitDecoder(ExitDecoder):
 
     @classmethod
     def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
-        """Return True if every setting was followed."""
         return set(how.settings) <= set(found.settings)
 
     @classmethod
     def extended(cls, how: RecordOptions, found: Any) -> RecordOptions:
-        """Return `how` with the settings that were followed, too."""
         return replace(how, settings=tuple(dict.fromkeys((*found.settings, *how.settings))))
 
     def __init__(
@@ -327,26 +324,23 @@ class KangarooDecoder(ExitDecoder):
 
     @classmethod
     def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        """Return what records its one setting."""
         runner = LayerRunner(target, ExitRecorder.slots_needed(trace.longest, how.tail))
         return ExitRecorder(runner, module, [Kangaroo().setting(how.tail)], (0.0,))
 
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
-        """Return digests of all heads, and of the adapter."""
         return {**super().provenance(module, modules), "adapter": digest(module)}
 
     @classmethod
     def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
-        """Yield rounds that draft by the adapter."""
         target, runner = rounds.target, AdapterRunner(module, rounds.target)
         runner.run(rounds.states, 0)
 
         def adapt(width: int, context: int) -> Step:
-            pieces = list(rounds.states[:width].split(1))
+            apart = list(rounds.states[:width].split(1))
 
             def run() -> object:
-                return target.project(runner.run(torch.cat(pieces), context)[-1:]).argmax(-1)
+                return target.project(runner.run(torch.cat(apart), context)[-1:]).argmax(-1)
 
             return Step("adapter", "forward", width, context, run)
 

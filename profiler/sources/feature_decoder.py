@@ -92,19 +92,16 @@ class OnFeaturesDecoder(SourceDecoder):
 
     @classmethod
     def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        """Return what records chains from every start."""
         chance = torch.Generator(target.device).manual_seed(how.seed)
         runner = LayerRunner(target, trace.longest)
         return FeatureRecorder(runner, module, trace.longest, how.offsets, trace.sampling, chance)
 
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
-        """Return a digest of the drafter."""
         return {"drafter": digest(module)}
 
     @classmethod
     def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
-        """Yield rounds that draft by the drafter."""
         return drafter_rounds(rounds.target, name, module, rounds.widths, rounds.contexts)
 
 
@@ -181,9 +178,7 @@ class ParallelDecoder(FeatureDecoder):
         self._logits = self._last  # (k, draft vocabulary) once a round drafts
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
-        """Return the next token of the round's pass, which runs before the first; None at its
-        end.
-        """
+        """Return the next token of the round's pass, run before the first; None at its end."""
         offset = len(so_far)
         if offset >= self._width:
             return None
@@ -205,7 +200,6 @@ class LayerStep(DraftStep):
 
     @cached_property
     def values(self) -> list[Sequence[float]]:
-        """The signals of the layer's best node."""
         score, top, second, entropy = layer_signals(self._layer)[0].tolist()
         # Log-probabilities instead of logits, whose log-sum-exp is then 0.
         return [(top, second, 0.0, entropy, score, top, top)]
@@ -225,7 +219,6 @@ class TreeDecoder(OnFeaturesDecoder):
 
     @classmethod
     def room(cls, source: Any, modules: Modules) -> int:
-        """Return room for the tree's nodes."""
         return max(ROOM, int(source.budget) + 1)
 
     @classmethod
@@ -236,22 +229,18 @@ class TreeDecoder(OnFeaturesDecoder):
 
     @classmethod
     def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        """Return what records trees from every start."""
         return TreeRecorder(LayerRunner(target, trace.longest), module, trace.longest)
 
     @classmethod
     def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
-        """Return True if the recorded trees are as deep."""
         return bool(found.layers >= module.layers)
 
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
-        """Return a digest of the drafter, and how its trees grow."""
         return {**super().provenance(module.drafter, modules), "topk": module.topk}
 
     @classmethod
     def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
-        """Yield rounds that grow and verify trees."""
         return tree_rounds(rounds.target, name, module, rounds.contexts)
 
     @torch.inference_mode()
@@ -324,7 +313,6 @@ class LookupDecoder(SourceDecoder):
             self._verify([])
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return the next token of this round's proposal; None at its end."""
         if not so_far:
             self.calls.add(self._kind, 1)
             self._found = self._lookup.propose()
@@ -333,7 +321,6 @@ class LookupDecoder(SourceDecoder):
         return proposed(self._found[len(so_far)])
 
     def verify(self, draft: Sequence[Any]) -> int:
-        """Run one target pass over the last token and the draft."""
         self.calls.end_round()
         return self._verify([t.token_id for t in draft])
 
@@ -355,7 +342,6 @@ class HeadsDecoder(SourceDecoder):
 
     @classmethod
     def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        """Return what records all starts in one pass."""
         return HeadsRecorder(LayerRunner(target, trace.longest), module)
 
     @torch.inference_mode()
@@ -400,7 +386,6 @@ class SpaceDecoder(SourceDecoder):
 
     @classmethod
     def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        """Return what records some starts in a pass."""
         return MasksRecorder(LayerRunner(target, trace.longest + CHUNK * module.k), module)
 
     @torch.inference_mode()
@@ -417,7 +402,6 @@ class SpaceDecoder(SourceDecoder):
         self._emit_first(logits)
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
-        """Return the next mask's token."""
         if len(so_far) >= self._k:
             return None
         return self._token(self._drafts[len(so_far)][None])
@@ -454,13 +438,11 @@ class LayerSkipDecoder(SourceDecoder):
 
     @classmethod
     def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        """Return what records chains from every start."""
         runner = LayerRunner(target, trace.longest + CHUNK * how.offsets)
         return SkipRecorder(runner, None if how.skip is None else list(how.skip), how.offsets)
 
     @classmethod
     def asked(cls, how: RecordOptions, source: Any, gamma: int) -> RecordOptions:
-        """Return `how` with the layers that the source skips."""
         return how if source.skip is None else replace(how, skip=source.skip)
 
     @classmethod
@@ -477,7 +459,6 @@ class LayerSkipDecoder(SourceDecoder):
 
     @torch.inference_mode()
     def draft(self, so_far: Sequence[Any]) -> ModelToken:
-        """Run one pass through the kept layers."""
         feed = so_far[-1].device_id if so_far else self._last
         hidden = self._target.run_layers(
             self._target.embed(feed), self._slot + len(so_far), self._kept

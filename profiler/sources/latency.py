@@ -25,14 +25,13 @@ from traces.sources.starts.trees import candidates
 
 LATER = 3
 """Passes of one token after a round's first."""
-DRAFTER_WIDTHS = (1, 2, 3, 5, 9)
 CONTEXTS = (32, 128, 256)
 PROMPTS = (32, 64, 128, 256)
 
 
 def measure_drafters(
     target: LayerRunner, drafters: Mapping[str, FeatureDrafter | GrownTrees], repeats: int,
-    widths: Sequence[int] = DRAFTER_WIDTHS, contexts: Sequence[int] = CONTEXTS,
+    widths: Sequence[int] = (1, 2, 3, 5, 9), contexts: Sequence[int] = CONTEXTS,
     batches: Sequence[int] = (1,), longest: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
     """Measure cells of the passes of `drafters` alone; columns as in `traces.latency.table`.
@@ -133,11 +132,11 @@ def _verify(
 ) -> Callable[[], object]:
     """Return the target's pass over a draft of every sequence."""
     if isinstance(target, LayerRunner):
-        runner, pieces = target, list(torch.zeros(LATER + 1, dtype=torch.long).split(1))
-        pieces = [piece.to(target.device) for piece in pieces]
+        runner = target
+        apart = torch.zeros(LATER + 1, dtype=torch.long, device=target.device).split(1)
 
         def run() -> object:
-            fed = torch.cat(pieces)
+            fed = torch.cat(apart)
             logits, _ = runner.forward_with_states(fed, context, drafter.feature_layers)
             return logits.argmax(-1).tolist()
 
@@ -240,19 +239,19 @@ class LayerRounds:
 
     def part(self, width: int, context: int, which: range) -> Step:
         """Return single layers over `width` tokens."""
-        pieces = list(self.states[:width].split(1))
+        apart = list(self.states[:width].split(1))
 
         def run() -> object:
-            return self.target.run_layers(torch.cat(pieces), context, which).split(1)
+            return self.target.run_layers(torch.cat(apart), context, which).split(1)
 
         return Step("exit", "layer", width, context, run)
 
     def head(self, width: int) -> Step:
         """Return the output head over `width` tokens."""
-        pieces = list(self.states[:width].split(1))
+        apart = list(self.states[:width].split(1))
         return Step(
             "target", "head", width, 0,
-            lambda: self.target.logits(torch.cat(pieces)).argmax(-1).tolist(),
+            lambda: self.target.logits(torch.cat(apart)).argmax(-1).tolist(),
         )  # fmt: skip
 
     def by_exits(self, exits: ExitHeads | None) -> Iterator[Block]:
@@ -306,10 +305,10 @@ def pass_rounds(
     ]
 
     def verify(width: int, context: int) -> Step:
-        pieces = list(tokens[:width].split(1))
+        apart = list(tokens[:width].split(1))
 
         def run() -> object:
-            return target.forward(torch.cat(pieces), context).argmax(-1).tolist()
+            return target.forward(torch.cat(apart), context).argmax(-1).tolist()
 
         return Step("target", "pass", width, context, run)
 
@@ -319,9 +318,7 @@ def pass_rounds(
 
 
 def lookup_step(trace: Trace, source: LookupSource) -> Step:
-    """Return one round's work of a lookup on the longest request: take in a few tokens and
-    propose.
-    """
+    """Return one round's work of a lookup on the longest request: take in tokens and propose."""
     longest = max(range(len(trace.requests)), key=lambda i: trace.requests[i].tokens)
     starts, output = trace.request_starts, true_tokens(trace)
     prompt = prompt_tokens(trace, longest)

@@ -77,10 +77,7 @@ def real_of(key: str) -> type[Any]:
 def load_modules(folder: Path, target: Any) -> dict[str, Any]:
     """Return the modules kept in `folder` for the model `target`, as far as there are any.
 
-    Raises
-    ------
-    DraftsimError
-        If a file is damaged or belongs to another target.
+    Raises DraftsimError if a file is damaged or belongs to another target.
     """
     paths = {name: folder / FILES[file] for name, (file, _) in TRAINED.items()}
     return {
@@ -97,13 +94,10 @@ def record_sources(
 
     Parameters
     ----------
-    target:
-        The model whose output `trace` holds.  Along sampled outputs early exits and drafters
-        on features alone are recorded.
-    only:
-        Names of recordings to make; None: all.
-    advance:
-        Called with the recording's name after each request.
+    target: The model whose output `trace` holds.  Along sampled outputs early exits and drafters on
+        features alone are recorded.
+    only: Names of recordings to make; None: all.
+    advance: Called with the recording's name after each request.
     """
     found = {}
     for key in [*modules, "layer-skip"]:
@@ -131,12 +125,9 @@ class SourceLatency:
 
     Parameters
     ----------
-    target, modules:
-        The target and its trained modules.
-    trace:
-        Text to look up, and how long its requests get; None leaves lookups out.
-    checkpoint:
-        Keeps every sweep, as in `profiler.latency.table.Sweeps`.
+    target, modules: The target and its trained modules.
+    trace: Text to look up, and how long its requests get; None leaves lookups out.
+    checkpoint: Keeps every sweep, as in `profiler.latency.table.Sweeps`.
     """
 
     def __init__(
@@ -192,13 +183,10 @@ class SourceRunner:
 
     Parameters
     ----------
-    target:
-        The model whose output `trace` holds.
-    trace:
-        Its prompts are decoded again, sampled as it was; its outputs serve as the datastore
-        of retrieval.
-    modules:
-        Trained modules of this target.
+    target: The model whose output `trace` holds.
+    trace: Its prompts are decoded again, sampled as it was; its outputs serve as the datastore of
+        retrieval.
+    modules: Trained modules of this target.
     """
 
     def __init__(self, target: Any, trace: Trace, modules: Modules | None = None) -> None:
@@ -208,11 +196,8 @@ class SourceRunner:
     def decoder(self, source: Source, request: int) -> SourceDecoder:
         """Return a decoder after the prefill of one request.
 
-        Raises
-        ------
-        DraftsimError
-            If the source has no real decoder (under the trace's sampling), or its heads were
-            not trained.
+        Raises DraftsimError if the source has no real decoder (under the trace's sampling), or its
+        heads were not trained.
         """
         trace, real = self.trace, REAL.get(source.name)
         if not trace.sampling.greedy and not (real and real.sampled):

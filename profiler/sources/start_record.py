@@ -208,10 +208,7 @@ class StartRecorder(SourceRecorder):
         ended = np.isin(rows["token"], list(eos)).cumsum(1)
         rows["token"][:, 1:][ended[:, :-1] > 0] = -1
         true = torch.tensor(output + [-1] * k, device=logits.device)
-        index = torch.arange(1, count, device=logits.device)[:, None] + torch.arange(
-            k, device=logits.device
-        )
-        wanted = true[index]  # (count - 1, k)
+        wanted = true.unfold(0, k, 1)[1:count]  # (count - 1, k)
         known = self.draft_ids(wanted)
         of_true = logits.float().gather(-1, known.clamp(min=0)[..., None])
         rank = (logits.float() > of_true).sum(-1).masked_fill(known < 0, logits.shape[-1])
@@ -220,7 +217,6 @@ class StartRecorder(SourceRecorder):
         return rows
 
     def joined(self, parts: Sequence[Rows], trace: Trace) -> StartRecording:
-        """Return the drafts of all requests."""
         starts = tuple(int(s) for s in trace.request_starts)
         meta = {**self.meta(), "sampling": self.sampling.meta}
         return StartRecording(_merged(parts), starts, meta)
@@ -236,10 +232,8 @@ class HeadsRecorder(StartRecorder):
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
         emitted = prompt.new_tensor(output[:-1])
         path = torch.cat([prompt, emitted[:-1]])
-        hidden = self.target.run_layers(self.target.embed(path), 0, range(self.target.layers))[
-            prompt.shape[0] - 1 :
-        ]
-        return head_logits(self.target, self.heads, self.target.normed(hidden), emitted)
+        states = self.target.states(path, 0)[prompt.shape[0] - 1 :]
+        return head_logits(self.target, self.heads, states, emitted)
 
 
 class MasksRecorder(StartRecorder):
@@ -332,8 +326,8 @@ class FeatureRecorder(StartRecorder):
     ) -> None:  # fmt: skip
         super().__init__(target, sampling)
         self._generator = generator
-        turns = drafter.modules_in_turn
-        self.drafter, self.offsets = drafter, turns if turns > 1 else offsets
+        modules = drafter.modules_in_turn
+        self.drafter, self.offsets = drafter, modules if modules > 1 else offsets
         self._runner = DrafterRunner(drafter, longest + CHUNK * self.offsets)
 
     def meta(self) -> dict[str, Any]:
@@ -474,7 +468,6 @@ class TreeRecorder(SourceRecorder):
 
     @torch.inference_mode()
     def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:
-        """Return rows of one request; that of start 0, before the first token, is empty."""
         count, layers = len(output), self.layers
         rows: Rows = {name: np.zeros((count, layers), np.float32) for name in TREE_SIGNALS}
         rows["rank"] = np.full((count, layers, layers), -1, np.int32)
@@ -501,7 +494,6 @@ class TreeRecorder(SourceRecorder):
         return rows
 
     def joined(self, parts: Sequence[Rows], trace: Trace) -> TreeRecording:
-        """Return the trees of all requests."""
         starts = tuple(int(s) for s in trace.request_starts)
         meta = {"kind": self.drafter.kind, "topk": self.topk, "sampling": trace.sampling.meta}
         rows = _merged(parts)

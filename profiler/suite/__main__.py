@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from profiler.suite import MODES
 
 if TYPE_CHECKING:
-    from profiler.suite.environment import Account, Workplace
+    from profiler.suite.environment import Units, Workplace
 
 STAGES = ("latency", "forced", "trained", "unpack")
 SECONDS = 490.0
@@ -98,16 +98,16 @@ def _run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     place.settle()
     try:
-        account = _stage(place, options)
+        units = _stage(place, options)
     finally:
         gc.unfreeze()
-    for note in account.notes:
+    for note in units.notes:
         place.say(f"left out: {note}")
     place.say(f"written: {', '.join(sorted(f.name for f in options.out.iterdir()))}")
-    return account.status
+    return units.status
 
 
-def _stage(place: Workplace, options: argparse.Namespace) -> Account:
+def _stage(place: Workplace, options: argparse.Namespace) -> Units:
     if options.stage == "latency":
         from profiler.suite.latency_stage import run_latency
 
@@ -123,9 +123,7 @@ def _stage(place: Workplace, options: argparse.Namespace) -> Account:
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """Make SIGTERM, as `timeout` sends it, an error inside the block that can be cleaned up
-    after.
-    """
+    """Make SIGTERM, as `timeout` sends it, an error inside the block."""
     from profiler.suite.environment import StoppedError
 
     def end(number: int, frame: object) -> None:

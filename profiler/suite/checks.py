@@ -21,7 +21,7 @@ from policies.core import own_copy
 from policies.registry import parse_policy
 from policies.rules.base import VerifyRule
 from profiler.checks.differences import explain, rounds_differ
-from profiler.checks.spot_check import Arm, DraftModel, Opener, run_arms
+from profiler.checks.spot_check import DraftModel, Opener, PlannedPolicy, run_requests
 from profiler.features.checkpoint import read_drafter
 from profiler.features.drafters import FeatureDrafter
 from profiler.models.loading import Pair
@@ -47,13 +47,13 @@ NAME = "trained-12+3"
 TRAINED_MODES = (EAGER, GRAPH)
 """Modes of real decoding: it tests verdicts, which compiled passes do not change."""
 
-ARMS = (
+POLICIES = (
     "autoregressive", "fixed:gamma=4", "fixed:gamma=2", "fixed:gamma=8", "confidence",
     "hf-heuristic", "gammatune", "gammatune-plus", "cm-asd", "svip", "adaedl",
     "draft-and-verify", "oracle",
 )  # fmt: skip
 """Plain decoding, fixed lengths as control, and the policies of the papers."""
-MORE_ARMS = (
+MORE_POLICIES = (
     "specdec-pp", "disco", "rate-optimal", "ucb", "exp3", "bild",
     "confidence:roc_update=in_call", "hf-heuristic:full_accept_means=budget",
 )  # fmt: skip
@@ -62,18 +62,16 @@ MORE_ARMS = (
 Those for whole batches (`policies.batch.base.BatchPolicy`) are not among them: they choose one
 length for all sequences of an engine, from its own costs, and are compared in served batches.
 """
-QUICK_ARMS = ("autoregressive", "fixed:gamma=3", "svip")
-MORE_QUICK_ARMS = ("ucb",)
+QUICK_POLICIES = ("autoregressive", "fixed:gamma=3", "svip")
+MORE_QUICK_POLICIES = ("ucb",)
 """The same in miniatures."""
-DRAFTER_ARMS = (
+DRAFTER_POLICIES = (
     "autoregressive", "fixed:gamma=4", "fixed:gamma=2", "fixed:gamma=8", "confidence",
     "hf-heuristic", "gammatune", "svip",
 )  # fmt: skip
 """Policies that run with a drafter on the target's features."""
-OFFSETS = 8
-"""Longest draft of a drafter that is recorded."""
 REPEATS = 3
-"""Runs of an arm; miniatures, whose times are not used, have one."""
+"""Runs of a policy; miniatures, whose times are not used, have one."""
 COLUMNS = ("pair", "mode", *MEASURED_COLUMNS)
 """Columns of the suite's measured runs."""
 
@@ -96,14 +94,15 @@ class Checks:
     def run(self, mode: str, seconds: float, requests: int) -> dict[str, Any]:
         """Run every policy on the first `requests`, interleaved; see `compared`."""
         trace = self.trace.select(range(min(requests, len(self.trace.requests))))
-        arms = arms_of(trace, QUICK_ARMS if self.place.quick else ARMS)
-        return self.compared(self.name, mode, arms, trace, seconds)
+        planned = planned_policies(trace, QUICK_POLICIES if self.place.quick else POLICIES)
+        return self.compared(self.name, mode, planned, trace, seconds)
 
     def compared(
-        self, name: str, mode: str, arms: Sequence[Arm], recorded: Trace, seconds: float,
-        drafted: Trace | None = None, opened: Callable[[DraftModel], Opener] = lambda own: own,
+        self, name: str, mode: str, planned: Sequence[PlannedPolicy], recorded: Trace,
+        seconds: float, drafted: Trace | None = None,
+        opened: Callable[[DraftModel], Opener] = lambda own: own,
     ) -> dict[str, Any]:  # fmt: skip
-        """Run every arm on as many requests of `recorded` as `seconds` hold; compare with replay.
+        """Run `planned` on as many requests of `recorded` as `seconds` hold; compare with replay.
 
         ``name``: the pair's name in the rows.  If another source than the draft model drafts,
         ``drafted`` has the same requests with its drafts (`traces.sources.as_draft`), and
@@ -112,27 +111,24 @@ class Checks:
         Returns the measured ``times``, rows of `COLUMNS`, and the results of the comparison,
         ``checked``.
 
-        Raises
-        ------
-        NoTimeError
-            If there is no time to run every arm once.
+        Raises NoTimeError if there is no time to run every policy once.
         """
         place, until, model = self.place, time.monotonic() + seconds, self.opener(mode)
-        runs = run_arms(
-            self.pair, recorded, arms, repeats=1 if place.quick else REPEATS,
+        runs = run_requests(
+            self.pair, recorded, planned, repeats=1 if place.quick else REPEATS,
             advance=place.check_time, in_time=lambda: time.monotonic() < until, model=model,
             opened=opened(model),
         )  # fmt: skip
         # As many requests as the time held.
-        some = range(len(runs.outputs[arms[0].label]))
+        some = range(len(runs.outputs[planned[0].label]))
         recorded = recorded.select(some)
         replayed = recorded if drafted is None else drafted.select(some)
         differ, causes = {}, []
-        for arm in arms:
-            real = runs.logs[arm.label]
-            expected = replay(replayed, arm.policy, name=arm.name)
-            differ[arm.name] = [rounds_differ(real, expected), len(expected)]
-            outputs = runs.outputs[arm.label]
+        for run in planned:
+            real = runs.logs[run.label]
+            expected = replay(replayed, run.policy, name=run.name)
+            differ[run.name] = [rounds_differ(real, expected), len(expected)]
+            outputs = runs.outputs[run.label]
             causes += explain(real, expected, outputs, recorded, place.dtype, replayed)
         counts = {c: sum(d["cause"] == c for d in causes) for c in {d["cause"] for d in causes}}
         place.say(f"{name}, {mode}: {len(runs.times)} runs, differences {counts or 'none'}")
@@ -140,11 +136,13 @@ class Checks:
         return {"times": run_rows(runs.times, name, mode), "checked": checked}
 
 
-def arms_of(trace: Trace, names: Sequence[str]) -> list[Arm]:
-    """Return an arm per policy, its maximum lowered to what the trace holds."""
+def planned_policies(trace: Trace, names: Sequence[str]) -> list[PlannedPolicy]:
+    """Return a run per policy, its maximum lowered to what the trace holds."""
     made = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}
     # The vocabulary is the recorded pair's: what is run here is what a replay predicts.
-    return [Arm(name, own_copy(policy, trace.vocab_size)) for name, policy in made.items()]
+    return [
+        PlannedPolicy(name, own_copy(policy, trace.vocab_size)) for name, policy in made.items()
+    ]
 
 
 def run_rows(times: pd.DataFrame, pair: str, mode: str) -> list[list[Any]]:
@@ -209,13 +207,8 @@ class DrafterPair:
 
     def _recorded(self, trace: Trace) -> Trace:
         self.place.check_time()
-        found = record_sources(
-            self.pair.target,
-            trace,
-            self._modules,
-            RecordOptions(offsets=OFFSETS),
-            only=[self.source.key],
-        )
+        how, only = RecordOptions(offsets=8), [self.source.key]
+        found = record_sources(self.pair.target, trace, self._modules, how, only=only)
         return drafted_trace(trace, self.source, found)
 
     def _timed(self, cells: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -235,16 +228,16 @@ class DrafterPair:
         drafted = read_trace(self.path)
         count = min(len(drafted.requests), len(checks.trace.requests))
         trace = checks.trace.select(range(count))
-        names = QUICK_ARMS if self.place.quick else DRAFTER_ARMS
+        names = QUICK_POLICIES if self.place.quick else DRAFTER_POLICIES
         runner = SourceRunner(self.pair.target, trace, self._modules)
 
         def opened(own: DraftModel) -> Opener:
-            def one(arm: Arm, i: int, repeat: int, rule: VerifyRule | None) -> Any:
-                plain = arm.name == names[0]  # drafts nothing
-                return own(arm, i, repeat, rule) if plain else runner.decoder(self.source, i)
+            def one(run: PlannedPolicy, i: int, repeat: int, rule: VerifyRule | None) -> Any:
+                plain = run.name == names[0]  # drafts nothing
+                return own(run, i, repeat, rule) if plain else runner.decoder(self.source, i)
 
             return one
 
-        arms = arms_of(drafted, names)
+        planned = planned_policies(drafted, names)
         some = drafted.select(range(count))
-        return checks.compared(self.pair_name, EAGER, arms, trace, seconds, some, opened)
+        return checks.compared(self.pair_name, EAGER, planned, trace, seconds, some, opened)

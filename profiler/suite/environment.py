@@ -31,8 +31,6 @@ from traces.store.writing import write_atomically
 
 LARGEST = 16 * 10**6
 """Bytes of the largest file a stage may leave."""
-RESERVE = 2 << 30
-"""Bytes of device memory left to libraries, graphs and activations."""
 COMPLETE, FAILED, REFUSED, UNFINISHED = range(4)
 """Exit codes: all done, something failed, a wrong request, and not enough time."""
 
@@ -96,14 +94,10 @@ class Workplace:
             return 8 << 30
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        return max(0, free - RESERVE)
+        return max(0, free - (2 << 30))  # left to libraries, graphs and activations
 
     def settle(self) -> None:
-        """Let no collection of garbage walk through the models, which are built, while runs are
-        timed.
-
-        Every capture collects.
-        """
+        """Keep the models, once built, out of garbage collections, which every capture makes."""
         if self.device.type == "cuda":
             gc.collect()
             gc.freeze()
@@ -148,10 +142,8 @@ def open_workplace(
 ) -> Workplace:
     """Return the place of a stage: its device, folder and deadline.
 
-    Raises
-    ------
-    DraftsimError
-        If the device is not there, has no such dtype, or the folder cannot be made.
+    Raises DraftsimError if the device is not there, has no such dtype, or the folder cannot be
+    made.
     """
     where = choose_device(device)
     if where.type == "cuda":
@@ -193,15 +185,33 @@ class StoppedError(BaseException):
     """The process was told to end; finished work is written first."""
 
 
-class Account:
-    """The work that a stage leaves undone; `summary` goes into its results, `status` is its exit
-    code.
+def reason(error: BaseException) -> str:
+    """Return an error in one line: the first line of its message, or its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
-    Parts that failed or came too late stay unfinished; the same command tries them again.
+
+def unfinished(unit: Unit | None) -> bool:
+    """Return True if a unit is missing, or parts of it for lack of time."""
+    return unit is None or bool(unit.get("unfinished"))
+
+
+class Units:
+    """The units of work of a stage: those finished, and what is left undone.
+
+    `units` are those that the stage's folder holds (`join`), those of a stopped run, which the
+    stage continues, and those finished now.  Units that failed or came too late stay unfinished;
+    the same command tries them again.
+
+    Raises DraftsimError if the folder holds a stopped run with other settings.
     """
 
-    def __init__(self, place: Workplace) -> None:
-        self.place = place
+    def __init__(self, place: Workplace, stage: str, **settings: Any) -> None:
+        self.place, self.stage = place, stage
+        self._kept = Checkpoint(place.work / stage, {**settings, "plan": 2, "meta": place.meta()})
+        read = ((name, self._kept.get_json(name)) for name in self._kept.names())
+        self._own: dict[str, Unit] = {name: unit for name, unit in read if unit is not None}
+        self.units = dict(self._own)
         self.limits: dict[str, str] = {}
         """Parts that this device or model does not hold, by name."""
         self.late: dict[str, str] = {}
@@ -235,7 +245,7 @@ class Account:
         return [*self.limits.values(), *(f"{name}: {why}" for name, why in undone.items())]
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary that the stage's results hold."""
+        """Return what the stage's results hold of it."""
         return {
             "complete": self.status == COMPLETE, "left_out": self.notes, "late": self.late,
             "failed": self.failed, "stopped": self.stopped,
@@ -251,33 +261,6 @@ class Account:
             write()
             raise
         write()
-
-
-def reason(error: BaseException) -> str:
-    """Return an error in one line: the first line of its message, or its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def unfinished(unit: Unit | None) -> bool:
-    """Return True if a unit is missing, or parts of it for lack of time."""
-    return unit is None or bool(unit.get("unfinished"))
-
-
-class Ledger:
-    """Finished units of a stage, so that a stopped stage continues with the next unit.
-
-    `units` are those that the stage's folder holds (`join`), those of a stopped run, and those
-    finished now.  Raises DraftsimError if the folder holds a stopped run with other
-    settings.
-    """
-
-    def __init__(self, place: Workplace, stage: str, **settings: Any) -> None:
-        self.place, self.stage = place, stage
-        self._kept = Checkpoint(place.work / stage, {**settings, "plan": 2, "meta": place.meta()})
-        read = {name: self._kept.get_json(name) for name in self._kept.names()}
-        self._own: dict[str, Unit] = {name: unit for name, unit in read.items() if unit is not None}
-        self.units = dict(self._own)
 
     def get(self, name: str) -> Unit | None:
         """Return the results of a unit that was finished before, or None."""
@@ -295,11 +278,8 @@ class Ledger:
 
         ``rows`` reads the rows of its table by unit, which are filed under `key`.
 
-        Raises
-        ------
-        DraftsimError
-            If they were measured with other settings, or a file is damaged: a folder is of one
-            device, dtype and set of library versions.
+        Raises DraftsimError if they were measured with other settings, or a file is damaged: a
+        folder is of one device, dtype and set of library versions.
         """
         path = self.place.out / f"{self.stage}.json"
         if not path.is_file():
@@ -321,27 +301,24 @@ class Ledger:
         earlier = {n: {**document["units"][n], key: tabled.get(n, [])} for n in named}
         self.units = {**earlier, **self._own}
 
-    def write(self, account: Account, key: str) -> None:
+    def write(self, key: str) -> None:
         """Write the stage's JSON: its units but for their rows, which are filed under `key`."""
-        place = self.place
         units = {
             name: {k: v for k, v in unit.items() if k != key} for name, unit in self.units.items()
         }
-        write_results(
-            place.out / f"{self.stage}.json",
-            {
-                "stage": self.stage, "meta": place.meta(), **account.summary(), "kernels": KERNELS,
-                "units": units,
-            },
-        )  # fmt: skip
+        results = {
+            "stage": self.stage, "meta": self.place.meta(), **self.summary(),
+            "kernels": KERNELS, "units": units,
+        }  # fmt: skip
+        write_results(self.place.out / f"{self.stage}.json", results)
 
-    def close(self, account: Account) -> None:
+    def close(self) -> None:
         """End the stage: forget its units, unless some of it is left, be it other pairs'."""
-        left = [*account.failed, *account.late]
+        left = [*self.failed, *self.late]
         if not left and not any(unfinished(unit) for unit in self._own.values()):
             self.place.forget(self.stage)
         elif left:
-            what = "failed or came too late" if account.failed else "came too late"
+            what = "failed or came too late" if self.failed else "came too late"
             self.place.say(
                 f"{len(left)} parts {what}, from {left[0]} on: the same command on this machine "
                 "goes on with them"

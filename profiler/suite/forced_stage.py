@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
-from profiler.checks.spot_check import DraftModel, run_arms, run_batches
-from profiler.checks.turns import LEAST_REPEATS
+from profiler.checks.interleaved import LEAST_REPEATS
+from profiler.checks.spot_check import DraftModel, run_batches, run_requests
 from profiler.latency.table import Grid
 from profiler.machine import NoTimeError
 from profiler.models.architectures import PairShape
@@ -27,16 +27,16 @@ from profiler.models.loading import Pair
 from profiler.models.runner import Runner
 from profiler.suite import COMPILED, EAGER, GRAPH, KERNELS
 from profiler.suite.checks import (
-    ARMS,
     COLUMNS,
-    MORE_ARMS,
-    MORE_QUICK_ARMS,
-    QUICK_ARMS,
+    MORE_POLICIES,
+    MORE_QUICK_POLICIES,
+    POLICIES,
+    QUICK_POLICIES,
     REPEATS,
-    arms_of,
+    planned_policies,
     run_rows,
 )
-from profiler.suite.environment import Account, Ledger, Workplace, unfinished
+from profiler.suite.environment import Units, Workplace, unfinished
 from profiler.suite.latency_stage import build_or_none, chosen_pairs, modes_here
 from profiler.suite.pair import make_runner, pass_cells
 from traces.acceptance.synthetic import Bursty, synthetic_trace
@@ -44,9 +44,6 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.engine_runs import MeasuredRuns, read_measured, write_measured
 from traces.store.files import write_trace
-
-ORDER = (GRAPH, EAGER, COMPILED)
-"""In which modes run."""
 
 
 def forced_trace(quick: bool) -> Trace:
@@ -87,76 +84,72 @@ class Unit(NamedTuple):
 
 def run_forced(
     place: Workplace, pairs: Sequence[str] | None = None, modes: Sequence[str] | None = None
-) -> Account:
+) -> Units:
     """Run the pairs named (all with a draft by default) under every policy, in every mode.
 
     Results of pairs that ran before stay in the folder.  Returns what was left undone.
 
-    Raises
-    ------
-    DraftsimError
-        For an unknown pair, for a folder of another device, or where nothing could be run.
+    Raises DraftsimError for an unknown pair, for a folder of another device, or where nothing could
+    be run.
     """
     chosen = [p for p in chosen_pairs(pairs, place.quick) if p.draft is not None]
-    account = Account(place)
-    how = sorted(modes_here(place, modes, account), key=ORDER.index)
+    units = Units(place, "forced")
+    how = sorted(modes_here(units, modes), key=(GRAPH, EAGER, COMPILED).index)
     trace = forced_trace(place.quick)
     write_trace(trace, place.out / "forced-trace.parquet")
     # Single streams first: they answer the most, and a late stop then costs the least.
-    turns = ((1,), (4,)) if place.quick else ((1,), (4, 16))
+    batches = ((1,), (4,)) if place.quick else ((1,), (4, 16))
     every = [
         Unit(pair, mode, batch)
-        for turn in turns for pair in chosen for batch in turn for mode in how
+        for some in batches for pair in chosen for batch in some for mode in how
     ]  # fmt: skip
     asked = {unit.name for unit in every}
-    ledger = Ledger(place, "forced")
-    ledger.join(asked, "rows", lambda: _rows(place))
-    todo = [unit for unit in every if unfinished(ledger.get(unit.name))]
+    units.join(asked, "rows", lambda: _rows(place))
+    todo = [unit for unit in every if unfinished(units.get(unit.name))]
 
     def attempt(unit: Unit, models: tuple[Any, Any]) -> None:
-        gone = account.limits
+        gone = units.limits
         rest = sum(u.cost for u in todo[todo.index(unit) :] if u.pair.name not in gone)
         try:
             done = _unit(place, unit, models, trace, place.left * unit.cost / rest)
         except NoTimeError:
-            account.late[unit.name] = "no time left"
+            units.late[unit.name] = "no time left"
         except torch.OutOfMemoryError:
-            why = f"{unit.name}: out of memory: the smaller batches were run"
-            account.limit(unit.name, why)
+            units.limit(unit.name, f"{unit.name}: out of memory: the smaller batches were run")
         except (DraftsimError, RuntimeError) as error:
-            account.fail(unit.name, error)
+            units.fail(unit.name, error)
         else:
-            ledger.put(unit.name, done)
+            units.put(unit.name, done)
             if unfinished(done):
-                account.late[unit.name] = "time for one repeat only"
+                units.late[unit.name] = "time for one repeat only"
             place.say(
                 f"{unit.name}: {len(done['rows'])} runs, {done['repeats']} repeats of "
                 f"{done['groups']} groups"
             )
 
-    with account.closing(lambda: _write(place, ledger, account)):
+    with units.closing(lambda: _write(units)):
         # The weights are built once for a pair's batch 1, and once for its batches.
         for (name, _), some in groupby(todo, key=lambda unit: (unit.pair.name, unit.batch == 1)):
-            units = list(some)
+            group = list(some)
             if place.left <= 0:
-                account.late.update({unit.name: "no time left" for unit in units})
+                units.late.update({unit.name: "no time left" for unit in group})
                 continue
-            built = name not in account.limits
-            models = build_or_none(place, units[0].pair, account) if built else None
+            built = name not in units.limits
+            models = build_or_none(units, group[0].pair) if built else None
             if models is None:
                 continue
-            for unit in units:
+            for unit in group:
                 attempt(unit, models)
                 place.release()
-                _write(place, ledger, account)
+                _write(units)
             del models
             place.unsettle()
-        if not account.failed and not asked & set(ledger.units):
-            raise DraftsimError("nothing was run: " + "; ".join(account.notes))
-    if account.late:
-        place.say(f"left: {', '.join(account.late)}; --pairs gives one pair all the time")
-    ledger.close(account)
-    return account
+        if not units.failed and not asked & set(units.units):
+            raise DraftsimError("nothing was run: " + "; ".join(units.notes))
+    if units.late:
+        place.say(f"left: {', '.join(units.late)}; --pairs gives one pair all the time")
+    units.close()
+    return units
 
 
 def _rows(place: Workplace) -> dict[str, list[list[Any]]]:
@@ -171,30 +164,32 @@ def _rows(place: Workplace) -> dict[str, list[list[Any]]]:
 def _unit(
     place: Workplace, unit: Unit, models: tuple[Any, Any], trace: Trace, share: float
 ) -> dict[str, Any]:
-    """Run all arms of a unit, interleaved, within a `share` of the time, seconds, if possible."""
+    """Run all policies on a unit, interleaved, within a `share` of the time, if possible."""
     until = time.monotonic() + share
     batch = unit.batch
     target, draft = (make_runner(unit.mode, model, trace.longest, batch) for model in models)
     made = {id(models[0]): target, id(models[1]): draft}
     anchors = _anchors(place, target, draft, batch)
-    names = (QUICK_ARMS, MORE_QUICK_ARMS) if place.quick else (ARMS, MORE_ARMS)
-    arms, more = (arms_of(trace, some) for some in names)
+    names = (QUICK_POLICIES, MORE_QUICK_POLICIES) if place.quick else (POLICIES, MORE_POLICIES)
+    planned, more = (planned_policies(trace, some) for some in names)
     # Seconds of a run without drafts, which others take about as long as.
     plain_s = anchors[0]["median_s"] * trace.requests[0].max_new_tokens
-    if plain_s * (LEAST_REPEATS + 1) * (len(arms) + len(more)) < until - time.monotonic():
-        arms += more
+    if plain_s * (LEAST_REPEATS + 1) * (len(planned) + len(more)) < until - time.monotonic():
+        planned += more
     asked, pair = 1 if place.quick else REPEATS, Pair(*models, tokenizer=None, meta={})
     timed: dict[str, Any] = {
         "forced": True, "repeats": asked, "advance": place.check_time,
         "in_time": lambda: time.monotonic() < until,
     }  # fmt: skip
     if batch == 1:
-        opener = DraftModel(pair, trace, forced=True, runner=lambda model, _: made[id(model)])
-        times = run_arms(pair, trace, arms, model=opener, **timed).times
+        opener = DraftModel(pair, trace, forced=True, runner=lambda model, *_: made[id(model)])
+        measured = run_requests(pair, trace, planned, model=opener, **timed)
     else:
-        times = run_batches(
-            pair, trace, arms, batches=(batch,), runner=lambda model, *_: made[id(model)], **timed
-        ).times  # fmt: skip
+        measured = run_batches(
+            pair, trace, planned, batches=(batch,), runner=lambda model, *_: made[id(model)],
+            **timed,
+        )  # fmt: skip
+    times = measured.times
     repeats = times["repeat"].nunique()
     return {
         "rows": run_rows(times, unit.pair.name, unit.mode),
@@ -218,10 +213,10 @@ def _anchors(place: Workplace, target: Runner, draft: Runner, batch: int) -> lis
     ]  # fmt: skip
 
 
-def _write(place: Workplace, ledger: Ledger, account: Account) -> None:
-    rows = [row for unit in ledger.units.values() for row in unit["rows"]]
+def _write(units: Units) -> None:
+    rows = [row for unit in units.units.values() for row in unit["rows"]]
     if rows:
-        meta = {"kernels": KERNELS, **place.meta()}
+        meta = {"kernels": KERNELS, **units.place.meta()}
         runs = MeasuredRuns(pd.DataFrame(rows, columns=list(COLUMNS)), meta)
-        write_measured(runs, place.out / "forced-measured.parquet")
-    ledger.write(account, "rows")
+        write_measured(runs, units.place.out / "forced-measured.parquet")
+    units.write("rows")

@@ -16,94 +16,87 @@ import torch
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import compiler_missing
 from profiler.suite import COMPILED, KERNELS, MODES
-from profiler.suite.environment import Account, Ledger, Workplace, unfinished
+from profiler.suite.environment import Units, Workplace, unfinished
 from profiler.suite.pair import FULL, QUICK, RANKS, PairMeasurement, profile_rounds, table_of
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, write_latency
 
-UNPAIRED = 0.4
-"""Time of a target without a draft relative to a pair's: it predicts no policy."""
-
 
 def run_latency(
     place: Workplace, pairs: Sequence[str] | None = None, modes: Sequence[str] | None = None,
     *, profile: bool = False,
-) -> Account:  # fmt: skip
+) -> Units:  # fmt: skip
     """Measure the pairs named (all by default) in the modes named (likewise).
 
     With ``profile`` the kernels of some rounds are kept too.  What pairs measured before left in
     the folder stays.  Returns what was left undone.
 
-    Raises
-    ------
-    DraftsimError
-        For an unknown pair, for a folder of another device, or where nothing could be measured.
+    Raises DraftsimError for an unknown pair, for a folder of another device, or where nothing could
+    be measured.
     """
     chosen = chosen_pairs(pairs, place.quick)
-    account = Account(place)
-    how = modes_here(place, modes, account)
-    units = {p.name: [f"{p.name}.{mode}" for mode in how] for p in chosen}
-    asked = {name for names in units.values() for name in names}
-    ledger = Ledger(place, "latency")
-    ledger.join(asked, "cells", lambda: _rows(place))
-    todo = [p for p in chosen if any(unfinished(ledger.get(name)) for name in units[p.name])]
-    with account.closing(lambda: _write(place, ledger, account)):
+    units = Units(place, "latency")
+    how = modes_here(units, modes)
+    named_of = {p.name: [f"{p.name}.{mode}" for mode in how] for p in chosen}
+    asked = {name for names in named_of.values() for name in names}
+    units.join(asked, "cells", lambda: _rows(place))
+    todo = [p for p in chosen if any(unfinished(units.get(name)) for name in named_of[p.name])]
+    with units.closing(lambda: _write(units)):
         for i, pair in enumerate(todo):
             share = place.left * weight(pair) / sum(weight(other) for other in todo[i:])
             if place.left < (0 if place.quick else 10):
-                account.late[pair.name] = "no time left"
+                units.late[pair.name] = "no time left"
                 continue
-            if (models := build_or_none(place, pair, account)) is None:
+            if (models := build_or_none(units, pair)) is None:
                 continue
             try:
-                _measure_pair(place, pair, models, share, ledger, how)
+                _measure_pair(place, pair, models, share, units, how)
             finally:
-                for name in units[pair.name]:
-                    _judge(account, name, ledger.get(name))
+                for name in named_of[pair.name]:
+                    _judge(units, name)
             if profile and pair.draft is not None:
-                _profile(place, pair, models, how, account)
+                _profile(units, pair, models, how)
             del models
             place.unsettle()
-            _write(place, ledger, account)
-        if not asked & set(ledger.units):
-            raise DraftsimError("nothing was measured: " + "; ".join(account.notes))
-    ledger.close(account)
-    return account
+            _write(units)
+        if not asked & set(units.units):
+            raise DraftsimError("nothing was measured: " + "; ".join(units.notes))
+    units.close()
+    return units
 
 
-def _profile(
-    place: Workplace, pair: PairShape, models: tuple[Any, Any], how: Sequence[str],
-    account: Account,
-) -> None:  # fmt: skip
+def _profile(units: Units, pair: PairShape, models: tuple[Any, Any], how: Sequence[str]) -> None:
+    place = units.place
     for mode in how:
         try:
             place.say(f"wrote {profile_rounds(place, pair.name, mode, models).name}")
         except (DraftsimError, RuntimeError) as error:
-            account.fail(f"{pair.name}.{mode}, profile", error)
+            units.fail(f"{pair.name}.{mode}, profile", error)
         place.release()
 
 
-def modes_here(place: Workplace, modes: Sequence[str] | None, account: Account) -> list[str]:
-    """Return the modes asked for that this device runs; why not the others, in `account`."""
+def modes_here(units: Units, modes: Sequence[str] | None) -> list[str]:
+    """Return the modes asked for that this device runs; why not the others, in `units`."""
     asked = [mode for mode in MODES if mode in (modes or MODES)]
-    if COMPILED in asked and (why := compiler_missing(place.device)) is not None:
-        account.limit(COMPILED, f"mode {COMPILED} left out, nothing compiles here: {why}")
+    if COMPILED in asked and (why := compiler_missing(units.place.device)) is not None:
+        units.limit(COMPILED, f"mode {COMPILED} left out, nothing compiles here: {why}")
         asked.remove(COMPILED)
     if not asked:
-        raise DraftsimError("nothing was measured: " + "; ".join(account.notes))
+        raise DraftsimError("nothing was measured: " + "; ".join(units.notes))
     return asked
 
 
-def _judge(account: Account, name: str, unit: dict[str, Any] | None) -> None:
+def _judge(units: Units, name: str) -> None:
     """Note the missing parts of a unit as failed or late."""
+    unit = units.get(name)
     if unit is None:
-        account.late[name] = "no time left"
+        units.late[name] = "no time left"
         return
     failed = unit.get("failed") or {}
-    account.failed.update({f"{name}, {part}": why for part, why in failed.items()})
+    units.failed.update({f"{name}, {part}": why for part, why in failed.items()})
     if late := [part for part in unit.get("unfinished", ()) if part not in failed]:
-        account.late[name] = f"no time left for {', '.join(late)}"
+        units.late[name] = f"no time left for {', '.join(late)}"
 
 
 def _rows(place: Workplace) -> dict[str, list[list[Any]]]:
@@ -130,12 +123,11 @@ def build_pair(place: Workplace, pair: PairShape) -> tuple[Any, Any]:
     return target, pair.draft.build(place.device, place.dtype) if pair.draft else None
 
 
-def build_or_none(place: Workplace, pair: PairShape, account: Account) -> tuple[Any, Any] | None:
-    """Return target and draft; None, and a smaller pair named in `account`, if the memory is too
-    small.
-    """
+def build_or_none(units: Units, pair: PairShape) -> tuple[Any, Any] | None:
+    """Return target and draft; None, noted in `units`, if the memory is too small."""
+    place = units.place
     if (why := place.lacks_memory(pair)) is not None:
-        account.limit(pair.name, why)
+        units.limit(pair.name, why)
         return None
     try:
         models = build_pair(place, pair)
@@ -144,7 +136,7 @@ def build_or_none(place: Workplace, pair: PairShape, account: Account) -> tuple[
     if models is None:
         # Not inside the handler: there the error's own frames hold what was built.
         place.release()
-        account.limit(pair.name, f"{pair.name}: out of memory while it was built; {place.advice()}")
+        units.limit(pair.name, f"{pair.name}: out of memory while it was built; {place.advice()}")
     else:
         place.settle()
         place.say(f"{pair.name}: built")
@@ -159,11 +151,11 @@ def weight(pair: PairShape) -> float:
     """
     layers = pair.target.layers + 2 * (pair.draft.layers if pair.draft else 0)
     cost = 10 + layers + pair.parameters / 1e9
-    return cost if pair.draft else UNPAIRED * cost
+    return cost if pair.draft else 0.4 * cost  # a target without a draft predicts no policy
 
 
 def _measure_pair(
-    place: Workplace, pair: PairShape, models: tuple[Any, Any], share: float, ledger: Ledger,
+    place: Workplace, pair: PairShape, models: tuple[Any, Any], share: float, units: Units,
     how: Sequence[str],
 ) -> None:  # fmt: skip
     """Measure all modes rank by rank, so that every mode has its important parts first."""
@@ -171,7 +163,7 @@ def _measure_pair(
     plan = QUICK if place.quick else FULL
     modes = {
         mode: PairMeasurement(place, pair, mode, models, plan, begin + share, kept)
-        for mode in how if unfinished(kept := ledger.get(f"{pair.name}.{mode}"))
+        for mode in how if unfinished(kept := units.get(f"{pair.name}.{mode}"))
     }  # fmt: skip
     spent = dict.fromkeys(modes, 0.0)
     for rank in RANKS:
@@ -184,13 +176,12 @@ def _measure_pair(
                 # Also where the driver took no more work: what was measured before stands.
                 spent[mode] += time.monotonic() - now
                 unit = {**measured.unit(), "seconds": spent[mode]}
-                ledger.put(f"{pair.name}.{mode}", unit)
+                units.put(f"{pair.name}.{mode}", unit)
     for mode, measured in modes.items():
         off = 100 * measured.unit()["random_error"].get("median", float("nan"))
         left = [name for name in measured.unfinished if name not in measured.failed]
         cut = f"; not in time: {', '.join(left)}" if left else ""
-        if measured.failed:
-            cut += f"; FAILED: {', '.join(measured.failed)}"
+        cut += f"; FAILED: {', '.join(measured.failed)}" if measured.failed else ""
         place.say(
             f"{pair.name}.{mode}: {len(measured.cells)} cells, {off:.1f}% off at points at "
             f"random{cut}"
@@ -213,15 +204,16 @@ def write_table(
     write_latency(LatencyTable(table_of(rows), meta), place.out / file)
 
 
-def _write(place: Workplace, ledger: Ledger, account: Account) -> None:
+def _write(units: Units) -> None:
+    place = units.place
     rows = [
-        row for name, unit in ledger.units.items()
+        row for name, unit in units.units.items()
         for row in named(unit["cells"], *name.rsplit(".", 1))
     ]  # fmt: skip
     if rows:
         shapes = {p.name: shapes_of(p) for p in chosen_pairs(None, place.quick)}
         write_table(place, rows, shapes, "latency.parquet")
-    ledger.write(account, "cells")
+    units.write("cells")
 
 
 def shapes_of(pair: PairShape) -> dict[str, Any]:

@@ -40,8 +40,6 @@ SINGLE, BATCHED, WANTED = range(3)
 RANKS = (SINGLE, BATCHED, WANTED)
 FINDINGS = ("cells", "held_out", "limits")
 """Attributes of `PairMeasurement` that are kept."""
-RESOLUTION_S = 1e-9
-"""No pass is shorter; on a disturbed machine the difference of two timings can be zero."""
 RUNNERS = {EAGER: Runner, GRAPH: GraphRunner, COMPILED: CompiledRunner}
 """Runner of each mode."""
 GAMMA, TOKENS, PROMPT = 4, 12, 64
@@ -314,22 +312,20 @@ def points_between(
     if contexts[-1] - contexts[0] < 2:
         return []
     rng = np.random.default_rng(seed)
-    drawn = zip(
-        rng.integers(widths[0], widths[-1] + 1, count).tolist(),
-        rng.integers(contexts[0] + 1, contexts[-1], count).tolist(),
-        strict=True,
-    )
-    return [(width, context) for width, context in drawn if context not in contexts]
+    drawn = rng.integers(widths[0], widths[-1] + 1, count).tolist()
+    before = rng.integers(contexts[0] + 1, contexts[-1], count).tolist()
+    return [(w, c) for w, c in zip(drawn, before, strict=True) if c not in contexts]
 
 
 def held_out(cells: pd.DataFrame, table: LatencyTable) -> list[dict[str, Any]]:
     """Return the relative errors of a `table` at the measured `cells`."""
     found = []
+    least_s = 1e-9  # on a disturbed machine the difference of two timings can be zero
     for model, phase, batch, width, context, seconds, *_ in rows_of(cells):
         read = table.seconds(model, phase, batch=batch, new_tokens=width, context=context)
         found.append({
             "model": model, "phase": phase, "batch": batch, "width": width, "context": context,
-            "seconds": seconds, "error": float(read) / max(seconds, RESOLUTION_S) - 1,
+            "seconds": seconds, "error": float(read) / max(seconds, least_s) - 1,
         })  # fmt: skip
     return found
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 import transformers
@@ -43,8 +43,7 @@ from profiler.suite.checks import (
     given_drafters,
 )
 from profiler.suite.environment import (
-    Account,
-    Ledger,
+    Units,
     Workplace,
     unfinished,
     write_results,
@@ -60,30 +59,24 @@ from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import MeasuredRuns, write_measured
 from traces.store.text import read_object
 
-LATENCY = "trained-latency.parquet"
 FILES = {"greedy": "trained-trace.parquet", "sampled": "trained-sampled.parquet"}
-PROMPTS = 210
-"""Prompts to record, a few more than a recording needs (`ENOUGH`)."""
-QUICK_PROMPTS = 4
-"""Likewise, in miniatures."""
+PROMPTS, QUICK_PROMPTS = 210, 4
+"""Prompts to record, a few more than a recording needs (`ENOUGH`); in miniatures."""
 ENOUGH = 200
 """Fewest prompts of a finished recording."""
 NEW_TOKENS = 160
 """Tokens of an output.  All are used, because there is no end token; so 200 prompts fit."""
 DRAFTER_SHARE = 0.14
 """Share of the stage's time for each drafter on the target's features."""
-MODE_SHARE = 0.04
-"""Share of the stage's time for the passes of a mode."""
 GRID = Grid(
     (1, 2, 3, 5, 9, 17), contexts=(64, 384), prompts=(64, 128), batch_widths=(1,), repeats=3
 )
-T = TypeVar("T")
 
 
 def run_trained(
     place: Workplace, target: str | None = None, draft: str | None = None,
     prompts: Path | None = None, drafters: Sequence[str] = (),
-) -> Account:  # fmt: skip
+) -> Units:  # fmt: skip
     """Train, record, measure and decode for real; each part writes its file when it is done.
 
     With ``target``, ``draft`` and ``prompts`` a pair of the user's takes the place of the trained
@@ -96,12 +89,8 @@ def run_trained(
     continues a short recording, and writes all files again, because the folder may have been
     emptied.
 
-    Raises
-    ------
-    DraftsimError
-        If a pair is named and cannot be loaded.
+    Raises DraftsimError if a pair is named and cannot be loaded.
     """
-    account = Account(place)
     on_features: Drafters = {}
     chat = False
     if target is None:
@@ -124,76 +113,74 @@ def run_trained(
         models = (("target", pair.target), ("draft", pair.draft))
         shape = PairShape(name, *(DecoderShape.of(role, model) for role, model in models))
     place.settle()
-    stage = _Stage(place, account, pair, texts, shape, on_features, chat)
+    stage = _Stage(place, pair, texts, shape, on_features, chat)
     stage.keep(training=record, categories=sorted({p.category for p in texts}))
-    with account.closing(stage.keep):
+    with stage.units.closing(stage.keep):
         stage.run()
-    stage.ledger.close(account)
-    return account
+    stage.units.close()
+    return stage.units
 
 
 class _Stage:
     """The parts of the stage, and what they found."""
 
     def __init__(
-        self, place: Workplace, account: Account, pair: Pair, prompts: Sequence[Prompt],
-        shape: PairShape, drafters: Drafters, chat: bool,
+        self, place: Workplace, pair: Pair, prompts: Sequence[Prompt], shape: PairShape,
+        drafters: Drafters, chat: bool,
     ) -> None:  # fmt: skip
-        self.place, self.account, self.pair, self.prompts = place, account, pair, prompts
+        self.place, self.pair, self.prompts = place, pair, prompts
         self.shape, self.drafters, self.chat = shape, drafters, chat
-        self.ledger = Ledger(place, "trained", pair=shape.name)
+        self.units = Units(place, "trained", pair=shape.name)
         self.left_out: list[str] = []
         self.results: dict[str, Any] = {"stage": "trained", "meta": place.meta()}
 
     def keep(self, **more: Any) -> None:
         """Add to the results, and write them."""
-        summary = self.account.summary()
+        summary = self.units.summary()
         summary["left_out"] = [*self.left_out, *summary["left_out"]]
         self.results.update(summary, **more)
         write_results(self.place.out / "trained.json", self.results)
 
     def part(
-        self, name: str, make: Callable[[], dict[str, Any]], needs: object = True
+        self, name: str, make: Callable[[Any], dict[str, Any]], needs: Any = True
     ) -> dict[str, Any]:
-        """Return a part's results, from now or before; empty if it failed, is late or lacks its
-        input.
-        """
-        if (unit := self.ledger.get(name)) is not None and not unfinished(unit):
+        """Return a part's results, from now or before; empty if it failed, late or lacks input."""
+        if (unit := self.units.get(name)) is not None and not unfinished(unit):
             return unit
         if needs is None:
-            self.account.fail(name, "the recording that it needs failed")
+            self.units.fail(name, "the recording that it needs failed")
             return {}
         try:
             self.place.check_time()
-            unit = make()
+            unit = make(needs)
         except NoTimeError:
-            self.account.late[name] = "no time left"
+            self.units.late[name] = "no time left"
             return {}
         except (DraftsimError, RuntimeError) as error:
-            self.account.fail(name, error)
+            self.units.fail(name, error)
             self.place.release()
             return {}
-        self.ledger.put(name, unit)
+        self.units.put(name, unit)
         return unit
 
     def recorded(self, name: str, settings: Settings, share: float) -> Trace | None:
         """Record and write a trace; a finished one keeps its length, another gets longer."""
-        place, ledger = self.place, self.ledger
-        done = (ledger.get(name) or {"recorded": 0})["recorded"]
+        place, units = self.place, self.units
+        done = (units.get(name) or {"recorded": 0})["recorded"]
         enough = min(ENOUGH, len(self.prompts))
         some = self.prompts[:done] if done >= enough else self.prompts
         until = time.monotonic() + min(share, place.left) if done < enough else float("inf")
         try:
             trace = record_trace(place, self.pair, some, settings, until)
         except (DraftsimError, RuntimeError) as error:
-            self.account.fail(name, error)
+            self.units.fail(name, error)
             place.release()
             return None
         count = len(trace.requests)
-        ledger.put(name, {"recorded": count})
+        units.put(name, {"recorded": count})
         kept = write_within(trace, place.out / FILES[name])
         if count < enough:
-            self.account.late[name] = f"{count} of {enough} prompts, no time left"
+            self.units.late[name] = f"{count} of {enough} prompts, no time left"
         elif kept < enough:
             self.left_out.append(f"{name}: the file holds {kept} of {count} prompts")
         summary = {
@@ -211,18 +198,16 @@ class _Stage:
         settings = Settings(new, 4 if place.quick else 16, chat=self.chat)
         trace = self.recorded("greedy", settings, 0.15 * total)
         self.recorded("sampled", replace(settings, sampling=Sampling(1.0), seed=1), 0.17 * total)
-        measured = part(
-            "latency", lambda: measure_modes(place, pair, self.shape, self.account)
-        )  # fmt: skip
+        measured = part("latency", lambda _: measure_modes(place, pair, self.shape, self.units))
         cells = measured.get("cells", [])
         self._write_latency(cells)
         keep(latency=measured.get("latency", {}), latency_cells=len(cells))
         checks = None if trace is None else Checks(place, pair, trace, self.shape.name)
-        graphed = part("graph", lambda: _there(checks).run(GRAPH, 0.08 * total, 7), checks)
+        graphed = part("graph", lambda own: own.run(GRAPH, 0.08 * total, 7), checks)
         self._write_measured(graphed)
         keep(rounds_graph=graphed.get("checked", {}))
         share = max(5.0, place.left - DRAFTER_SHARE * len(self.drafters) * total)
-        eager = part("eager", lambda: _there(checks).run(EAGER, share, 4), checks)
+        eager = part("eager", lambda own: own.run(EAGER, share, 4), checks)
         self._write_measured(graphed, eager)
         keep(rounds_eager=eager.get("checked", {}))
         drafted: dict[str, dict[str, Any]] = {}
@@ -243,13 +228,12 @@ class _Stage:
     ) -> dict[str, Any]:  # fmt: skip
         """Record a drafter, time its passes and run it; ``cells`` are named for the table."""
         share = 0.5 * DRAFTER_SHARE * self.place.seconds
-        own = self.part(
-            of.pair_name, lambda: of.measure(_there(trace), of_mode(cells, EAGER), share), trace
-        )
+        eager = of_mode(cells, EAGER)
+        own = self.part(of.pair_name, lambda known: of.measure(known, eager, share), trace)
         if not own:
             return {"cells": []}
         shutil.copyfile(of.path, self.place.out / of.path.name)
-        runs = self.part(f"{of.pair_name}, runs", lambda: of.run(_there(checks), share), checks)
+        runs = self.part(f"{of.pair_name}, runs", lambda known: of.run(known, share), checks)
         return {**own, **runs, "cells": named(own["cells"], of.pair_name, EAGER)}
 
     def _write_latency(self, rows: Sequence[Sequence[Any]]) -> None:
@@ -258,7 +242,7 @@ class _Stage:
         both = shapes_of(self.shape)
         alone = {f"{base}+{name}": {"target": both["target"]} for name in self.drafters}
         if rows:
-            write_table(self.place, rows, {base: both, **alone}, LATENCY)
+            write_table(self.place, rows, {base: both, **alone}, "trained-latency.parquet")
 
     def _write_measured(self, *checked: dict[str, Any]) -> None:
         times = [row for part in checked for row in part.get("times", ())]
@@ -267,15 +251,8 @@ class _Stage:
             write_measured(runs, self.place.out / "trained-measured.parquet")
 
 
-def _there(value: T | None) -> T:
-    assert value is not None
-    return value
-
-
-def measure_modes(
-    place: Workplace, pair: Pair, shape: PairShape, account: Account
-) -> dict[str, Any]:
-    """Measure the pair's passes in the modes of real decoding.
+def measure_modes(place: Workplace, pair: Pair, shape: PairShape, stage: Units) -> dict[str, Any]:
+    """Measure the pair's passes in the modes of real decoding, 4% of the stage's time for each.
 
     Returns its ``cells``, models named ``pair/mode/model``, and what else was measured.
 
@@ -286,12 +263,11 @@ def measure_modes(
     grid = replace(QUICK.grid, batches=(1,)) if place.quick else GRID
     plan = replace(QUICK if place.quick else FULL, grid=grid)
     for mode in TRAINED_MODES:
-        end = time.monotonic() + MODE_SHARE * place.seconds
-        models = (pair.target, pair.draft)
-        measured = PairMeasurement(place, shape, mode, models, plan, end)
+        end = time.monotonic() + 0.04 * place.seconds
+        measured = PairMeasurement(place, shape, mode, (pair.target, pair.draft), plan, end)
         measured.run()
         for name, why in measured.failed.items():
-            account.failed[f"latency, {mode}, {name}"] = why
+            stage.failed[f"latency, {mode}, {name}"] = why
         rows += named(measured.cells, shape.name, mode)
         unit = measured.unit()
         units[mode] = {k: v for k, v in unit.items() if k != "cells"}
@@ -312,7 +288,9 @@ def trained_pair(place: Workplace, folder: Path, seconds: float) -> Trained:
     transformers.utils.logging.disable_progress_bar()  # it would run through our lines
     if (folder / "about.json").is_file():
         place.say("the pair was trained before the stage was stopped")
-        return _read_pair(place, folder)
+        about = read_object(folder / "about.json")
+        pair = replace(_load_pair(place, folder / "target", folder / "draft"), meta=about["meta"])
+        return pair, [Prompt(**prompt) for prompt in about["prompts"]], about["record"]
     most = QUICK_PROMPTS if place.quick else PROMPTS
     pair, prompts, record = train_pair(
         seconds, place.device, place.dtype, place.say, prompts=most, quick=place.quick
@@ -333,12 +311,6 @@ def _write_pair(
     about = {"meta": pair.meta, "prompts": [asdict(p) for p in prompts], "record": record}
     (part / "about.json").write_text(json.dumps(about))
     os.replace(part, folder)
-
-
-def _read_pair(place: Workplace, folder: Path) -> Trained:
-    about = read_object(folder / "about.json")
-    pair = replace(_load_pair(place, folder / "target", folder / "draft"), meta=about["meta"])
-    return pair, [Prompt(**prompt) for prompt in about["prompts"]], about["record"]
 
 
 def _load_pair(place: Workplace, target: str | Path, draft: str | Path) -> Pair:
@@ -378,6 +350,6 @@ def record_trace(
         {"settings": settings, "pair": weights},
     )
     trace = recorded_trace(pair, runners, prompts, encoded, settings, kept, until=until)
-    done = len(trace.requests)
-    place.say(f"recorded {done} of {len(prompts)} prompts, {settings.sampling.label}")
+    count = f"{len(trace.requests)} of {len(prompts)} prompts"
+    place.say(f"recorded {count}, {settings.sampling.label}")
     return trace

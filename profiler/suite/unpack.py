@@ -24,9 +24,6 @@ STAGES = {
 }
 """Per stage its latency table, its measured runs, and the trace they belong to."""
 
-LAID = ("trace.parquet", SAMPLED, ELSEWHERE)
-"""The files laid next to a recording's latencies: its trace and what belongs to it."""
-
 
 def unpack(out: Path, into: Path) -> list[Path]:
     """Write ``<into>/<device>-<pair>-<mode>/`` with latency, trace, measured and provenance.
@@ -35,10 +32,7 @@ def unpack(out: Path, into: Path) -> list[Path]:
     (``--quick``) say that they are.
     `out` holds the files of one stage or more, or a folder per stage.  Returns the folders.
 
-    Raises
-    ------
-    DraftsimError
-        If there is nothing of the suite in `out`, or a file is damaged.
+    Raises DraftsimError if there is nothing of the suite in `out`, or a file is damaged.
     """
     found = [
         (stage, folder, read_object(folder / f"{stage}.json"))
@@ -85,7 +79,7 @@ def _place_trace(files: Mapping[str, Path], device: str, place: Path) -> None:
     If another folder of the `device` holds the same trace (the other mode's does), that one is
     named instead (`traces.store.recordings.ELSEWHERE`): traces are most of a recording's bytes.
     """
-    for name in LAID:
+    for name in ("trace.parquet", SAMPLED, ELSEWHERE):
         (place / name).unlink(missing_ok=True)
     content = files["trace.parquet"].read_bytes()
     for other in sorted(place.parent.glob(f"{device}-*/trace.parquet")):

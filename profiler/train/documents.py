@@ -78,8 +78,8 @@ def load_documents(roots: Iterable[Path] = (LIBRARY,)) -> tuple[list[Document], 
     held_out: dict[str, Document] = {}
     for root in roots:
         for path in sorted(_sources(root)):
-            for category, source, piece in _file_pieces(path, path.relative_to(root).as_posix()):
-                text = "\n".join(map(str.rstrip, piece.splitlines())).strip("\n")
+            for category, source, part in _file_parts(path, path.relative_to(root).as_posix()):
+                text = "\n".join(map(str.rstrip, part.splitlines())).strip("\n")
                 if len(text) >= _MIN_CHARS:
                     split = held_out if is_held_out(source) else train
                     split.setdefault(text, Document(category, source, text))
@@ -95,8 +95,8 @@ def _sources(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
-def _file_pieces(path: Path, source: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (category, source, text) of each piece of one file; none where this Python cannot parse
+def _file_parts(path: Path, source: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (category, source, text) of each part of one file; none where this Python cannot parse
     it.
 
     In the language reference each topic is its own source, so that topics are split, not the file.
@@ -107,7 +107,7 @@ def _file_pieces(path: Path, source: str) -> Iterator[tuple[str, str, str]]:
     except (SyntaxError, UnicodeDecodeError):
         return
     if source != "pydoc_data/topics.py":
-        for category, text in _module_pieces(module, code.splitlines()):
+        for category, text in _module_parts(module, code.splitlines()):
             # Tables of characters are by far the most predictable text there is here.
             charmap = category == "table" and _CHARMAP.match(source)
             yield "charmap" if charmap else category, source, text
@@ -119,10 +119,8 @@ def _file_pieces(path: Path, source: str) -> Iterator[tuple[str, str, str]]:
                     yield "reference", f"{source}#{topic}", section
 
 
-def _module_pieces(module: ast.Module, lines: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (category, text) of each top-level piece; a comment goes with the statement below
-    it.
-    """
+def _module_parts(module: ast.Module, lines: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield (category, text) of each top-level part; a comment goes with what is below it."""
     header: list[str] = []  # statements that are no table, function or class, up to the next one
     end = 0
     for node in module.body:
@@ -137,7 +135,7 @@ def _module_pieces(module: ast.Module, lines: list[str]) -> Iterator[tuple[str, 
         yield "header", "\n".join(header)
         header = []
         if isinstance(node, ast.ClassDef):
-            yield from _class_pieces(node, lines, start)
+            yield from _class_parts(node, lines, start)
         elif table:
             yield from (("table", section) for section in _sections(text, separator="\n"))
         elif definition:
@@ -148,7 +146,7 @@ def _module_pieces(module: ast.Module, lines: list[str]) -> Iterator[tuple[str, 
     yield "header", "\n".join(header)
 
 
-def _class_pieces(node: ast.ClassDef, lines: list[str], start: int) -> Iterator[tuple[str, str]]:
+def _class_parts(node: ast.ClassDef, lines: list[str], start: int) -> Iterator[tuple[str, str]]:
     """Yield a class: whole where short, else its head up to the first method, then each method."""
     whole = "\n".join(lines[start : node.end_lineno])
     methods = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -174,8 +172,7 @@ def _sections(text: str, separator: str) -> Iterator[str]:
 
 
 def cut_prompt(text: str, encode: Callable[[str], list[int]]) -> str | None:
-    """Return the first lines of a document as a prompt of _PROMPT_TOKENS tokens, or None if none
-    fits.
+    """Return a document's first lines as a prompt of _PROMPT_TOKENS tokens; None if none fits.
 
     The length aimed at differs by document. The cut is at the end of a line, before its line
     break: there the prompt's tokens are the first tokens of the document, as in training.

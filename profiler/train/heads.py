@@ -37,19 +37,20 @@ BEGINNING = 32
 """Tokens of a document that the target is given to continue."""
 
 
-class States:
-    """States of a target over sequences, at the places training uses; (tokens, hidden) each."""
+def states_of(
+    target: LayerRunner, text: Tensor, layers: Sequence[int] = ()
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return the sequence and index of every token of a text, (tokens, 2), and a target's states.
 
-    def __init__(self, target: LayerRunner, text: Tensor, layers: Sequence[int] = ()) -> None:
-        # (tokens, 2): sequence, index
-        self.where = torch.nonzero(text >= 0)
-        with torch.inference_mode():
-            rows = [
-                [*target.through(target.embed(ids[ids >= 0]), 0, (*layers, target.layers))]
-                for ids in text
-            ]
-            *self.exits, last = (torch.cat(depth) for depth in zip(*rows, strict=True))
-            self.final = target.normed(last)
+    These are (tokens, hidden) each: after some layers, and the final ones.
+    """
+    with torch.inference_mode():
+        rows = [
+            [*target.through(target.embed(ids[ids >= 0]), 0, (*layers, target.layers))]
+            for ids in text
+        ]
+        *exits, last = (torch.cat(depth) for depth in zip(*rows, strict=True))
+        return torch.nonzero(text >= 0), exits, target.normed(last)
 
 
 def default_exit_layers(layers: int) -> tuple[int, ...]:
@@ -70,9 +71,7 @@ def default_exit_layers(layers: int) -> tuple[int, ...]:
 def continuations(
     target: Any, beginnings: Tensor, new_tokens: int = 96, sampled: bool = False
 ) -> Tensor:
-    """Return the target's own text: (sequences, BEGINNING) ids -> (sequences, tokens), -1 after
-    EOS.
-    """
+    """Return the target's text: (sequences, BEGINNING) ids -> (sequences, tokens), -1 after EOS."""
     out: Tensor = target.generate(
         input_ids=beginnings, attention_mask=torch.ones_like(beginnings),
         max_new_tokens=new_tokens, do_sample=sampled, temperature=0.8 if sampled else None,
@@ -89,9 +88,7 @@ def continuations(
 def own_text(
     target: Any, encoded: Sequence[Sequence[int]], *, rounds: int = 16, batch: int = 64
 ) -> Tensor:
-    """Return continuations of `rounds` batches of random document beginnings; (sequences,
-    tokens).
-    """
+    """Return continuations of `rounds` batches of random beginnings; (sequences, tokens)."""
     long = [ids[:BEGINNING] for ids in encoded if len(ids) >= BEGINNING]
     if not long:
         raise DraftsimError(f"no text of {BEGINNING} tokens or more to train on: give longer texts")
@@ -194,17 +191,17 @@ def train_exit_heads(
     ``text``: (sequences, tokens) ids, -1 beyond a sequence's end.
     """
     torch.manual_seed(0)
-    states = States(target, text, layers)
-    heads = ExitHeads(layers, states.final.shape[1], rank).to(text.device)
+    _, exits, final = states_of(target, text, layers)
+    heads = ExitHeads(layers, final.shape[1], rank).to(text.device)
     heads.start_from(target.model.model.norm.weight.detach())
     weight = target.model.get_output_embeddings().weight.detach().float()
 
     def loss(_: int) -> Tensor:
-        some = torch.randint(len(states.final), (batch,), device=text.device)
-        teacher = torch.log_softmax(states.final[some].float() @ weight.T, -1)
+        some = torch.randint(len(final), (batch,), device=text.device)
+        teacher = torch.log_softmax(final[some].float() @ weight.T, -1)
         total = teacher.new_zeros(())
         for i in range(len(layers)):
-            total = total + _divergence(teacher, heads.states(i, states.exits[i][some]), weight)
+            total = total + _divergence(teacher, heads.states(i, exits[i][some]), weight)
         return total
 
     _minimise(heads, loss, 4e-3, steps, seconds)
@@ -217,11 +214,11 @@ def train_parallel_heads(
 ) -> ParallelHeads:  # fmt: skip
     """Train heads that foresee the k tokens after the one that the target's own head gives."""
     torch.manual_seed(0)
-    states = States(target, text)
-    heads = ParallelHeads(kind, k, states.final.shape[1], rank).to(text.device)
+    where, _, final = states_of(target, text)
+    heads = ParallelHeads(kind, k, final.shape[1], rank).to(text.device)
     weight = target.model.get_output_embeddings().weight.detach().float()
     embedding = target.model.get_input_embeddings().weight.detach().float()
-    row, at = states.where.T
+    row, at = where.T
     padded = F.pad(text, (0, k + 2), value=-1)
     # From the state at index t, whose own token is t + 1, head i foresees t + 2 + i.
     labels = torch.stack([padded[row, at + 2 + i] for i in range(k)], 1)
@@ -232,7 +229,7 @@ def train_parallel_heads(
 
     def loss(_: int) -> Tensor:
         some = usable[torch.randint(len(usable), (batch,), device=text.device)]
-        outputs = heads.states(states.final[some].float(), embedding[following[some]])
+        outputs = heads.states(final[some].float(), embedding[following[some]])
         logits = outputs @ weight.T  # (batch, k, vocab)
         return F.cross_entropy(logits.flatten(0, 1), labels[some].flatten(), ignore_index=-1)
 
@@ -279,30 +276,28 @@ def train_masks(
 
 
 def train_adapter(
-    target: LayerRunner, text: Tensor, layer: int, *, steps: int = 150, seconds: float = 30.0,
-    batch: int = 8,
+    target: LayerRunner, text: Tensor, layer: int, *, steps: int = 150, seconds: float = 30.0
 ) -> Adapter:  # fmt: skip
     """Train Kangaroo's adapter, distilled from the target's final distribution over `text`.
 
-    ``text``: (sequences, tokens) ids, -1 beyond a sequence's end; ``layer``: the exit it reads;
-    ``batch``: whole sequences per step.
+    ``text``: (sequences, tokens) ids, -1 beyond a sequence's end; ``layer``: the exit it reads.
     """
     torch.manual_seed(0)
-    states = States(target, text, (layer,))
+    where, [exit_states], final = states_of(target, text, (layer,))
     config = target.model.config.get_text_config()
     cos, sin = (t[0, : text.shape[1]].float().clone() for t in target.rotary)
-    width = states.final.shape[1]
+    width = final.shape[1]
     adapter = Adapter(layer, width, config.num_attention_heads, cos.shape[-1]).to(text.device)
     adapter.start_from(target.model.model.norm.weight.detach())
     weight = target.model.get_output_embeddings().weight.detach().float()
-    row, at = states.where.T
+    row, at = where.T
     exits, finals = (torch.zeros(*text.shape, width, device=text.device) for _ in range(2))
-    exits[row, at], finals[row, at] = states.exits[0].float(), states.final.float()
+    exits[row, at], finals[row, at] = exit_states.float(), final.float()
     there = text >= 0
     mask = torch.ones(text.shape[1], text.shape[1], dtype=torch.bool, device=text.device).tril()
 
     def loss(_: int) -> Tensor:
-        some = torch.randint(len(text), (batch,), device=text.device)
+        some = torch.randint(len(text), (8,), device=text.device)
         hidden, known = exits[some], there[some]
         query, keys, values = adapter.projected(hidden, cos, sin)
         found = adapter.attended(hidden, query, keys, values, mask)[known]

@@ -44,36 +44,25 @@ TARGET = DecoderShape(
     tied=True,
 )  # fmt: skip
 DRAFT = replace(TARGET, name="trained-3", layers=3)
-SAMPLE = 5
-"""One document in this many is enough for the tokenizer's merges."""
-HEAD_CHARS = 1600
-"""Characters of a document among which a prompt and something to continue are looked for."""
 
 Say = Callable[[str], None]
 Trained = tuple[Pair, list[Prompt], dict[str, Any]]
 """A pair, held-out prompts, and the record of the training."""
 
 
-def source_roots(quick: bool) -> list[Path]:
-    """Return folders of Python sources, the standard library first."""
-    if quick:
-        return [LIBRARY / "email", LIBRARY / "asyncio"]
-    parts = (
-        (torch, "nn"),
-        (torch, "distributed"),
-        (torch, "_inductor"),
-        (transformers, "generation"),
-    )
-    folders = [Path(str(module.__file__)).parent for module in (pandas, scipy, numpy)]
-    folders += [Path(str(module.__file__)).parent / name for module, name in parts]
-    return [LIBRARY, *folders]
-
-
 def read_sources(
     seconds: float, say: Say, quick: bool = False
 ) -> tuple[list[Document], list[Document]]:
-    """Return (training, held-out) documents of as many folders as `seconds` allow, one at least."""
-    begin, (first, *others) = time.monotonic(), source_roots(quick)
+    """Return (training, held-out) documents of Python sources, the standard library's first.
+
+    As many folders are read as `seconds` allow, one at least.
+    """
+    packages = [Path(str(module.__file__)).parent for module in (pandas, scipy, numpy)]
+    torch_root, generation = Path(torch.__file__).parent, Path(transformers.__file__).parent
+    parts = [torch_root / name for name in ("nn", "distributed", "_inductor")]
+    roots = [LIBRARY, *packages, *parts, generation / "generation"]
+    begin = time.monotonic()
+    first, *others = [LIBRARY / "email", LIBRARY / "asyncio"] if quick else roots
     in_time = takewhile(lambda _: time.monotonic() - begin <= seconds, others)
     train, held_out = load_documents(chain([first], in_time))
     say(f"{len(train)} documents to train on, {len(held_out)} held out")
@@ -99,9 +88,9 @@ def train_tokenizer(documents: Sequence[Document]) -> PreTrainedTokenizerFast:
 
 
 def sample_tokenizer(documents: Sequence[Document], quick: bool = False) -> Any:
-    """Return a tokenizer (`train_tokenizer`) from some of the documents."""
+    """Return a tokenizer (`train_tokenizer`) from one document in five, which is enough."""
     ordered = sorted(documents, key=lambda d: stable_hash(d.text))
-    return train_tokenizer(ordered if quick else ordered[::SAMPLE])
+    return train_tokenizer(ordered if quick else ordered[::5])
 
 
 def token_line(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast) -> Tensor:
@@ -127,10 +116,9 @@ def held_out_prompts(
     None occurs anywhere in the training text.  A document is cut only when its turn comes.
     """
     known, encode = Known(train), partial(tokenizer.encode, verbose=False)
-    heads = [replace(document, text=document.text[:HEAD_CHARS]) for document in held_out]
-    # In the order of whole documents: their heads may be alike.
-    order = sorted(range(len(held_out)), key=lambda i: stable_hash(held_out[i].text))
-    ordered = [heads[i] for i in order]
+    # In the order of whole documents: their heads, which prompts are taken from, may be alike.
+    whole = sorted(held_out, key=lambda document: stable_hash(document.text))
+    ordered = [replace(document, text=document.text[:1600]) for document in whole]
     sources = {category: cuts(ordered, category, known, encode) for category in CATEGORIES}
     prompts: list[Prompt] = []
     while sources and len(prompts) < count:
@@ -153,8 +141,7 @@ def descent(model: torch.nn.Module, rate: float = 1.0, **settings: Any) -> Desce
 
 
 def prediction_loss(model: Any, tokens: Tensor, teacher: Any | None = None) -> Tensor:
-    """Return cross-entropy, nats a token, to the next token, or to the teacher's distribution over
-    it.
+    """Return cross-entropy, nats a token, to the next token, or to the teacher's distribution.
 
     `tokens` is int64 (rows, length + 1): the first `length` of each row are read.
     """
@@ -224,12 +211,16 @@ def train_pair(
     say(f"{len(ids)} tokens, {len(texts)} prompts: prepared in {spent:.0f} s")
     if not quick:
         seconds = max(seconds / 2, seconds - spent)
-    shapes = [_small(shape) if quick else shape for shape in (TARGET, DRAFT)]
+    shapes = [TARGET, DRAFT]
+    if quick:
+        shapes = [
+            replace(shape, hidden_size=32, intermediate_size=64, heads=2, kv_heads=2, layers=layers)
+            for shape, layers in zip(shapes, (2, 1), strict=True)
+        ]
     torch.manual_seed(0)
     target = shapes[0].build(device, torch.float32).train()
-    record: dict[str, Any] = {
-        "tokens": len(ids), "documents": len(documents), "preparation_s": spent,
-    }  # fmt: skip
+    record: dict[str, Any] = {"tokens": len(ids), "documents": len(documents)}
+    record["preparation_s"] = spent
     record["target"] = train_model(target, ids, 0.68 * seconds, "target", say, quick=quick)
     target.eval()
     draft = shapes[1].build(device, torch.float32).train()
@@ -254,8 +245,3 @@ def lowered(model: Any, dtype: torch.dtype) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model.eval()
-
-
-def _small(shape: DecoderShape) -> DecoderShape:
-    layers = 2 if shape.layers > 3 else 1
-    return replace(shape, hidden_size=32, intermediate_size=64, heads=2, kv_heads=2, layers=layers)

@@ -40,15 +40,11 @@ def settings(
     prefix_caching: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Return arguments of ``vllm.LLM``: those that differ from a measured engine's usual ones."""
-    found: dict[str, Any] = {}
-    if async_scheduling:
-        found["async_scheduling"] = True
+    found: dict[str, Any] = {"async_scheduling": True} if async_scheduling else {}
     if cudagraph_mode is not None:
-        found["enforce_eager"] = False
-        found["compilation_config"] = {"cudagraph_mode": cudagraph_mode}
-    if prefix_caching:
-        found["enable_prefix_caching"] = True
-    return found
+        config = {"cudagraph_mode": cudagraph_mode}
+        found |= {"enforce_eager": False, "compilation_config": config}
+    return found | {"enable_prefix_caching": True} if prefix_caching else found
 
 
 def start(options: EngineOptions) -> Engine:

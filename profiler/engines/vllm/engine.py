@@ -199,13 +199,14 @@ def meta_of(options: EngineOptions, config: Any) -> dict[str, Any]:
 
     device = config.device_config.device_type
     named = torch.cuda.get_device_name() if device == "cuda" else device
+    graphs = str(config.compilation_config.cudagraph_mode.name)
     return {
         "engine": {
             "name": "vllm", "version": vllm.__version__, "method": method_of(options),
             "own_drafter": options.own_drafter, "longest": options.longest,
-            "max_batch": options.max_batch,
-            "max_model_len": options.max_model_len,
-            "token_budget": options.token_budget, "cudagraph_mode": _graphs(config),
+            "max_batch": options.max_batch, "max_model_len": options.max_model_len,
+            "token_budget": options.token_budget,
+            "cudagraph_mode": None if graphs == NO_GRAPHS else graphs,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         },
@@ -228,12 +229,6 @@ def _shapes(options: EngineOptions, config: Any) -> dict[str, dict[str, int]]:
                "hidden_size": model.hf_text_config.hidden_size}
         for role, model in models.items()
     }  # fmt: skip
-
-
-def _graphs(config: Any) -> str | None:
-    """Return vLLM's name of the CUDA graphs that it runs; None without."""
-    mode = str(config.compilation_config.cudagraph_mode.name)
-    return None if mode == NO_GRAPHS else mode
 
 
 @contextmanager

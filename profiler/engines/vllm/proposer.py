@@ -47,28 +47,23 @@ class Proposer(Governed):
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Return drafts of each row of the engine's batch; none where a prompt is not finished."""
+        """Return drafts of each row of the engine's batch; none where a prompt is not finished.
+
+        vLLM hands a proposer token arrays alone; who the rows are, how long they may become and
+        what was verified is in the method that calls it.
+        """
         del num_tokens_no_spec, slot_mappings
         caller = sys._getframe(1).f_locals
-        runner, names, verified = _engine_state(caller, token_ids_cpu)
-        return self.session.advance(names, sampled_token_ids, verified, runner.requests)
-
-
-def _engine_state(
-    caller: dict[str, Any], token_ids: Any
-) -> tuple[Any, list[str], dict[str, list[int]]]:
-    """Return the model runner, its rows' request names, and the drafts that it just verified.
-
-    vLLM hands a proposer token arrays alone; who the rows are, how long they may become and
-    what was verified stands in the method that calls it.
-    """
-    runner, output = caller.get("self"), caller.get("scheduler_output")
-    batch = getattr(runner, "input_batch", None)
-    if output is None or batch is None or batch.token_ids_cpu is not token_ids:
-        raise DraftsimError(
-            "this version of vLLM calls proposers otherwise than 0.32 does: install vllm==0.32.0"
-        )
-    return runner, batch.req_ids, output.scheduled_spec_decode_tokens
+        runner: Any = caller.get("self")
+        output = caller.get("scheduler_output")
+        batch: Any = getattr(runner, "input_batch", None)
+        if output is None or batch is None or batch.token_ids_cpu is not token_ids_cpu:
+            raise DraftsimError(
+                "this version of vLLM calls proposers otherwise than 0.32 does: "
+                "install vllm==0.32.0"
+            )
+        verified = output.scheduled_spec_decode_tokens
+        return self.session.advance(batch.req_ids, sampled_token_ids, verified, runner.requests)
 
 
 class OwnDrafter(Governed):
@@ -77,12 +72,8 @@ class OwnDrafter(Governed):
     Drafts that a source dictates (`profiler.engines.drafts.Forced`) are handed on instead of the
     drafter's, whose passes run all the same.
 
-    Parameters
-    ----------
-    runner:
-        vLLM's model runner.
-    longest, vocabulary:
-        Tokens a draft may have; token ids of the engine's model.
+    ``runner``: vLLM's model runner.  ``longest``, ``vocabulary``: tokens a draft may have; token
+    ids of the engine's model.
     """
 
     own_passes = True
@@ -114,9 +105,7 @@ class OwnDrafter(Governed):
 
 
 def check_speculative(config: Any, asynchronous: bool) -> None:
-    """Raise DraftsimError unless vLLM's ``speculative_config`` lets a policy say how far to
-    draft.
-    """
+    """Raise DraftsimError unless vLLM's ``speculative_config`` lets a policy cut drafts."""
     if not (config.use_eagle() or config.uses_draft_model()):
         raise DraftsimError(
             f"vLLM drafts by {config.method!r}: a policy cuts drafts of a draft model or an EAGLE "

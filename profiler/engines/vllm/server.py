@@ -36,15 +36,11 @@ class VllmServer:
 
     Parameters
     ----------
-    options:
-        As in `profiler.engines.vllm.engine.VllmEngine`.
-    folder:
-        Where its setup, log and record are kept: empty, and the caller's to remove.
+    options: As in `profiler.engines.vllm.engine.VllmEngine`.
+    folder: Where its setup, log and record are kept: empty, and the caller's to remove.
 
-    Raises
-    ------
-    DraftsimError
-        On entry, where vLLM is missing or does not come up; its log's end goes to standard error.
+    Raises DraftsimError on entry, where vLLM is missing or does not come up; its log's end goes to
+    standard error.
     """
 
     unnoted = "this vLLM is not 0.32, or draftsim is not installed in its environment (`make vllm`)"
@@ -65,7 +61,9 @@ class VllmServer:
     def __enter__(self) -> VllmServer:
         self.notes.mkdir()
         self.decide("autoregressive", session.ENGINE if self.options.own_drafter else "pld")
-        self.port = _free_port()
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            self.port = int(free.getsockname()[1])
         try:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
@@ -150,12 +148,6 @@ def arguments(options: EngineOptions) -> list[str]:
             given = isinstance(value, dict | list)
             found += [f"--{flag}", json.dumps(value) if given else str(value)]
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as own:
-        own.bind((HOST, 0))
-        return int(own.getsockname()[1])
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

@@ -132,10 +132,9 @@ class Stopwatches:
 
 
 def _waits(device: Any) -> Callable[..., None] | None:
-    """Return a function that waits for the device; None for a CPU, which needs none.
+    """Return a function that waits for the device, so that a target's pass is not the drafter's.
 
-    A policy decides by the sampled tokens, so an iteration waits for them in any case; without it,
-    the time of the target's pass would count as the drafter's.
+    A policy decides by the sampled tokens, so an iteration waits in any case.  None for a CPU.
     """
     if device.type == "cpu":
         return None

@@ -1,6 +1,6 @@
 """Cells of an engine's latency table: the grid of sizes, and the iterations timed at each.
 
-`Bench` puts an engine into the state of a cell and times iterations there, with a control load.
+`CellTimer` puts an engine into the state of a cell and times iterations there, with a control load.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from traces.errors import DraftsimError
 from traces.latency.schema import UNIFORM
 from traces.store.engine_runs import PARTS, EngineStep
 
-Kind = Literal["decode", "prompt", "mixed"]
-SPARE = 8
-"""Tokens of a sequence that the longest prompt leaves free: one is sampled after the prompt."""
 UNTIMED = 2
 """Iterations before a prompt, because the first still verifies drafts of the previous cell."""
 LARGE = 1024
@@ -41,7 +38,7 @@ class Cell(NamedTuple):
     ``prompts`` prompts of ``tokens`` tokens each are processed.
     """
 
-    kind: Kind
+    kind: Literal["decode", "prompt", "mixed"]
     batch: int = 0
     width: int = 0
     context: int = 0
@@ -57,16 +54,12 @@ class EngineGrid:
     ----------
     batches, widths, contexts:
         Sizes of decoding: sequences, tokens per sequence, tokens in the cache.
-    prompts:
-        (count, tokens each) of prompts alone.
-    beside_batches, beside_widths, beside_prompts:
-        Decoding sequences, their width and the prompt's tokens where both share a pass, at
-        the middle context.
-    sweeps:
-        Times that everything is measured, in a fresh order each time.
-    steps:
-        Timed iterations of a decoding cell per sweep.  Cells of prompts have half as many, those of
-        large prompts and mixed passes have one.
+    prompts: (count, tokens each) of prompts alone.
+    beside_batches, beside_widths, beside_prompts: Decoding sequences, their width and the prompt's
+        tokens where both share a pass, at the middle context.
+    sweeps: Times that everything is measured, in a fresh order each time.
+    steps: Timed iterations of a decoding cell per sweep.  Cells of prompts have half as many, those
+        of large prompts and mixed passes have one.
     held_out:
         A held-out batch or width is added to the grid from this relative error of interpolation on.
     """
@@ -110,7 +103,8 @@ class EngineGrid:
             contexts=contexts,
             prompts=[
                 (n, t) for n, t in dict.fromkeys((min(n, most), t) for n, t in self.prompts)
-                if t + SPARE < length and n * t <= options.token_budget
+                # Some tokens stay free: one is sampled after the prompt.
+                if t + 8 < length and n * t <= options.token_budget
             ],
             beside_batches=sorted({min(b, most - 1) for b in self.beside_batches if most > 1}),
             beside_widths=sorted({min(w, wide) for w in self.beside_widths}),
@@ -195,7 +189,6 @@ class Noise(DraftSource):
         self._rng = np.random.default_rng(seed)
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
-        """Return endless drafts of random tokens."""
         return CountedDrafts(request, len(output), self._ids)
 
     def _ids(self, count: int) -> list[int]:
@@ -207,10 +200,7 @@ class Control:
 
     It is a matrix product and a sum over memory, a few milliseconds together on a CPU.
 
-    Parameters
-    ----------
-    device:
-        "cpu", or the name of a GPU (``Engine.meta["device"]``).
+    ``device``: "cpu", or the name of a GPU (``Engine.meta["device"]``).
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -237,7 +227,7 @@ class Control:
         return time.perf_counter() - began
 
 
-class Bench:
+class CellTimer:
     """Measures cells of one engine."""
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
@@ -273,14 +263,10 @@ class Bench:
             prompted = [c for c in own if c.kind != "decode"]
             for i in self._rng.permutation(len(prompted)).tolist():
                 found[prompted[i]] = self._measured(prompted[i], -(-steps // 2))
-            self.clear()
+            if self._running:
+                self.engine.abort(self._running)
+            self._running = []
         return found
-
-    def clear(self) -> None:
-        """Drop every request."""
-        if self._running:
-            self.engine.abort(self._running)
-        self._running = []
 
     def _measured(self, cell: Cell, steps: int) -> list[Sample]:
         before_s = self.control.seconds()
@@ -349,7 +335,7 @@ class Bench:
             pass
 
     def _add(self, prompt: int, tokens: int) -> str:
-        name = f"{next(self._numbers)}/bench"
+        name = f"{next(self._numbers)}/cell"
         ids = self._rng.integers(FIRST_ID, self.engine.vocabulary, prompt).tolist()
         self.engine.add(name, ids, tokens)
         return name

@@ -9,9 +9,10 @@ Finished runs of a check that was stopped are kept, and taken by the next one (`
 from __future__ import annotations
 
 import hashlib
+import itertools
 import shutil
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,7 +44,7 @@ Attempt = tuple[Timing, tuple[Any, dict[str, Any]]]
 """A run's time, the state of its policy after it, and its findings (both fit into JSON)."""
 
 
-class Taken(NamedTuple):
+class UnitRun(NamedTuple):
     """The least disturbed run of a unit under a policy, and how often it was repeated."""
 
     repeat: int
@@ -55,116 +56,100 @@ class Taken(NamedTuple):
 
 
 class CheckWork(ABC):
-    """The arms of a check, and the units (requests, or groups) that each of them decodes."""
+    """The policies that a check runs, and the units (requests, or groups) that each decodes."""
 
-    arms: Sequence[Any]
+    planned: Sequence[Any]
     units: Sequence[Any]
 
     def size(self, unit: Any) -> int:
-        """Return requests decoded together: units of one size warm up, rotate and learn by
-        themselves.
-        """
+        """Return requests decoded together; units of one size warm up, rotate and learn apart."""
         del unit
         return 1
 
+    @abstractmethod
     def captured(self) -> int:
         """Return the count of captured CUDA graphs; a run in which it grows is repeated."""
-        return 0
 
     @abstractmethod
-    def label(self, arm: Any, unit: Any) -> str:
-        """Return the name of an arm's runs over units of this one's size."""
-
-    def learns(self, arm: Any) -> bool:
-        """Return True if an arm's run of a unit depends on the units before it."""
-        policy = arm.policy
-        return not isinstance(policy, DraftPolicy) or policy.learns_across_requests
+    def label(self, run: Any, unit: Any) -> str:
+        """Return the name of a policy's runs over units of this one's size."""
 
     @abstractmethod
-    def begun(self, arm: Any, unit: Any) -> Any:
-        """Return the state of an arm's policy at the beginning of a repeat."""
+    def begun(self, run: Any, unit: Any) -> Any:
+        """Return the state of a policy at the beginning of a repeat."""
 
     @abstractmethod
-    def attempt(self, repeat: int, unit: Any, arm: Any, learnt: Any) -> Attempt:
-        """Run a unit under an arm with the state `learnt`, which is not changed."""
+    def attempt(self, repeat: int, unit: Any, run: Any, learnt: Any) -> Attempt:
+        """Run a unit under a policy with the state `learnt`, which is not changed."""
 
-    def relearnt(self, ran: Taken, arm: Any, learnt: Any, policy: bool) -> Any:
-        """Return the state after a run of an earlier call that began with `learnt`, which is not
-        changed.
+    def relearnt(self, done: UnitRun, run: Any, learnt: Any, policy: bool) -> Any:
+        """Return the state after a run of an earlier call that began with `learnt` (not changed).
 
-        With `policy`, a policy that learns runs the unit again.
+        With `policy`, a policy that learns across units runs the unit again.
         """
-        if not policy or not self.learns(arm):
+        own = run.policy
+        if not policy or (isinstance(own, DraftPolicy) and not own.learns_across_requests):
             return learnt
-        _, (state, _) = self.attempt(ran.repeat, ran.unit, arm, learnt)
+        _, (state, _) = self.attempt(done.repeat, done.unit, run, learnt)
         return state
 
 
-class Turns(NamedTuple):
-    """All runs in their order, the arms' state after the first repeat, by label, and how quiet the
-    machine was.  If an earlier call ran that repeat to its end, a policy's state is not up to date.
-    """
-
-    taken: list[Taken]
-    learnt: dict[str, Any]
-    machine: State
-
-
-def take_turns(
+def run_interleaved(
     pair: Pair, work: CheckWork, repeats: int, advance: Callable[[], None] = lambda: None,
     kept: Checkpoint | None = None, in_time: Callable[[], bool] | None = None,
-) -> Turns:  # fmt: skip
-    """Run every unit under every arm, `repeats` times, or with `in_time` the first ones (`order`).
+) -> tuple[list[UnitRun], dict[str, Any], State]:  # fmt: skip
+    """Run every unit under every policy, `repeats` times, or with `in_time` the first ones
+    (`order`).
 
     State that policies learn across units lasts for one repeat.  ``advance`` is called after every
     run.  If it raises NoTimeError, the unit under way does not count (of the first unit, only its
     last repeat).  The error is raised again if not even one repeat of the first unit was done.
 
     Runs that `kept` holds of an earlier call are not repeated: all runs of a unit are stored
-    together.  Policies and rules that learn then reach the same state (`CheckWork.relearnt`).  The
-    state of the machine has steal and other work since the last call.
+    together.  Policies and rules that learn then reach the same state (`CheckWork.relearnt`).
+
+    Returns all runs in their order, the state after the first repeat, by label, and how quiet the
+    machine was since this call began.  If an earlier call ran that repeat to its end, a policy's
+    state is not up to date.
     """
-    arms = work.arms
-    firsts = {work.size(unit): unit for unit in reversed(work.units)}.values()
-    labels = {work.label(arm, unit): (arm, unit) for unit in firsts for arm in arms}
+    planned = work.planned
+    labels = {work.label(p, unit): (p, unit) for unit in reversed(work.units) for p in planned}
     machine, counted = Machine(pair.target, pair.device), {label: Repeats() for label in labels}
-    seen = Counter[int]()
-    places = []  # of each unit among those of its size
-    for unit in work.units:
-        places.append(seen[work.size(unit)])
-        seen[work.size(unit)] += 1
-    # By repeat: what the arms have learnt, and kept runs that they have not learnt from yet.
-    learners: dict[int, tuple[dict[str, Any], list[Taken]]] = {}
-    of_label = {label: arm for label, (arm, _) in labels.items()}
+    counters = defaultdict[int, Iterator[int]](itertools.count)
+    places = [next(counters[work.size(unit)]) for unit in work.units]  # among those of its size
+    # By repeat: what the policies have learnt, and kept runs that they have not learnt from yet.
+    learners: dict[int, tuple[dict[str, Any], list[UnitRun]]] = {}
 
     def learn_again(repeat: int, policies: bool) -> dict[str, Any]:
         learnt, earlier = learners[repeat]
         for one in earlier:
-            learnt[one.label] = work.relearnt(one, of_label[one.label], learnt[one.label], policies)
+            own = labels[one.label][0]
+            learnt[one.label] = work.relearnt(one, own, learnt[one.label], policies)
         earlier.clear()
         return learnt
 
-    done: list[tuple[int, int, list[Taken]]] = []
+    done: list[tuple[int, int, list[UnitRun]]] = []
     try:
         for repeat, n in order(places, repeats, in_time):
             if repeat not in learners:
                 learners[repeat] = {label: work.begun(*own) for label, own in labels.items()}, []
             (learnt, earlier), unit = learners[repeat], work.units[n]
-            rotated = [arms[(k + places[n] + repeat) % len(arms)] for k in range(len(arms))]
-            if repeat < 0:  # in haste one arm warms up for all
+            first = (places[n] + repeat) % len(planned)
+            rotated = [*planned[first:], *planned[:first]]
+            if repeat < 0:  # in haste one policy warms up for all
                 some = rotated if in_time is None else rotated[:1]
-                _turn(work, repeat, unit, some, learnt, dict.fromkeys(labels, Repeats(0)))
+                _run_unit(work, repeat, unit, some, learnt, dict.fromkeys(labels, Repeats(0)))
                 continue
             step = f"{repeat:03d}-{n:05d}"
             ran = None if kept is None else _restored(kept, step, repeat, unit, machine, counted)
             if ran is not None:
                 earlier += ran
-                for _ in arms:
+                for _ in planned:
                     advance()
             else:
                 learn_again(repeat, policies=True)
                 machine.pulse()
-                ran = _turn(work, repeat, unit, rotated, learnt, counted, advance)
+                ran = _run_unit(work, repeat, unit, rotated, learnt, counted, advance)
                 if kept is not None:
                     _keep(kept, step, machine, counted, ran)
             done.append((repeat, n, ran))
@@ -173,9 +158,9 @@ def take_turns(
             raise
     counts = Counter(n for _, n, _ in done)
     whole = sorted((d for d in done if counts[d[1]] == counts[0]), key=lambda d: d[0])
-    taken = [one for _, _, ran in whole for one in ran]
-    first = learn_again(0, policies=False) if done else {}
-    return Turns(taken, first, machine.state(list(counted.values())))
+    runs = [one for _, _, ran in whole for one in ran]
+    learnt = learn_again(0, policies=False) if done else {}
+    return runs, learnt, machine.state(list(counted.values()))
 
 
 def order(
@@ -200,37 +185,37 @@ def order(
             yield repeat, n
 
 
-def _turn(
-    work: CheckWork, repeat: int, unit: Any, arms: Sequence[Any], learnt: dict[str, Any],
+def _run_unit(
+    work: CheckWork, repeat: int, unit: Any, planned: Sequence[Any], learnt: dict[str, Any],
     counted: Mapping[str, Repeats], advance: Callable[[], None] = lambda: None,
-) -> list[Taken]:  # fmt: skip
-    """Return every arm's run of a unit; put the states after it into `learnt`."""
+) -> list[UnitRun]:  # fmt: skip
+    """Return every policy's run of a unit; put the states after it into `learnt`."""
     ran = []
-    for arm in arms:
-        label = work.label(arm, unit)
+    for run in planned:
+        label = work.label(run, unit)
         again = counted[label]
         before = again.repeated
         # Made again, a run begins with what was learnt before it.
         timing, (learnt[label], found) = again.best(
-            partial(_captured, work, repeat, unit, arm, learnt[label])
+            partial(_captured, work, repeat, unit, run, learnt[label])
         )
-        ran.append(Taken(repeat, unit, label, timing, again.repeated - before, found))
+        ran.append(UnitRun(repeat, unit, label, timing, again.repeated - before, found))
         advance()
     return ran
 
 
-def _captured(work: CheckWork, repeat: int, unit: Any, arm: Any, learnt: Any) -> Attempt:
+def _captured(work: CheckWork, repeat: int, unit: Any, run: Any, learnt: Any) -> Attempt:
     """Make a run; repeat it if a shape was captured within its time."""
     before = work.captured()
-    attempt = work.attempt(repeat, unit, arm, learnt)
-    return attempt if before == work.captured() else _captured(work, repeat, unit, arm, learnt)
+    attempt = work.attempt(repeat, unit, run, learnt)
+    return attempt if before == work.captured() else _captured(work, repeat, unit, run, learnt)
 
 
 def _keep(
     kept: Checkpoint, step: str, machine: Machine, counted: Mapping[str, Repeats],
-    ran: Sequence[Taken],
+    ran: Sequence[UnitRun],
 ) -> None:  # fmt: skip
-    """Store the results of all arms' runs of a unit, and the counters at this moment."""
+    """Store the results of all policies' runs of a unit, and the counters at this moment."""
     found = {
         "ran": {
             one.label: {"taken": one.timing, "repeated": one.repeated, **one.found} for one in ran
@@ -244,7 +229,7 @@ def _keep(
 def _restored(
     kept: Checkpoint, step: str, repeat: int, unit: Any, machine: Machine,
     counted: Mapping[str, Repeats],
-) -> list[Taken] | None:  # fmt: skip
+) -> list[UnitRun] | None:  # fmt: skip
     """Return the results that `_keep` stored and restore the counters; None if there are none."""
     found = kept.get_json(step)
     if found is None:
@@ -253,7 +238,7 @@ def _restored(
     for label, figures in found["counted"].items():
         vars(counted[label]).update(figures, kept=Timing(*figures["kept"]))
     return [
-        Taken(repeat, unit, label, Timing(*one.pop("taken")), one.pop("repeated"), one)
+        UnitRun(repeat, unit, label, Timing(*one.pop("taken")), one.pop("repeated"), one)
         for label, one in found["ran"].items()
     ]
 
@@ -261,11 +246,11 @@ def _restored(
 def check_options(
     pair: Pair, trace: Trace, logs: Sequence[RoundLog], repeats: int, **more: Any
 ) -> dict[str, Any]:
-    """Return the conditions of a check: pair and device, what is decoded, and every arm.
+    """Return the conditions of a check: pair and device, what is decoded, and every policy.
 
-    `logs` are the arms' replays.  Their rounds show changes that names do not: another version of a
-    policy's file, or of a source's recording.  Runs of two versions are never mixed, because one of
-    them may decode faster.
+    `logs` are the policies' replays.  Their rounds show changes that names do not: another version
+    of a policy's file, or of a source's recording.  Runs of two versions are never mixed, because
+    one of them may decode faster.
     """
     return {
         "version": version(), "meta": pair.meta, "trace": identity(trace.meta),

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("torch")
 
 from policies import parse_policy
-from profiler.engines import bench, loads
+from profiler.engines import cells, loads
 from profiler.engines.drafts import Forced
-from profiler.engines.loads import RunningLoad, in_turn, interleave, run_loads, together
+from profiler.engines.loads import RunningLoad, interleave, planned_loads, run_loads, together
 from profiler.engines.measure import BetweenTable
 from profiler.engines.session import Setup
 from profiler.engines.texts import own_texts, prompts_of
@@ -22,7 +22,7 @@ from traces.store.engine_runs import Demand, LoadRun, PlannedRequest
 
 TRACE = synthetic_trace(0.7, requests=5, tokens=60, prompt_length=12, seed=3)
 JOBS = [PlannedRequest(i, 0.25 * i, r.tokens) for i, r in enumerate(TRACE.requests)]
-ARMS = {name: parse_policy(name) for name in ("autoregressive", "fixed:gamma=3", "gammatune")}
+POLICIES = {name: parse_policy(name) for name in ("autoregressive", "fixed:gamma=3", "gammatune")}
 
 
 @pytest.fixture
@@ -32,34 +32,34 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def loads_of(engine: Any, concurrency: int | None, tenants: list[Any]) -> dict[str, RunningLoad]:
-    """The arms, begun by nobody yet."""
+    """The loads, begun by nobody yet."""
     prompts = prompts_of(TRACE, engine.vocabulary)
     forced = Forced(TRACE, own_texts(engine, TRACE, prompts), engine.vocabulary)
     return {
         text: RunningLoad(
             engine, Setup(policy, forced), Demand(JOBS, concurrency), prompts, Control(), tenant
         )  # type: ignore[arg-type]
-        for (text, policy), tenant in zip(ARMS.items(), tenants, strict=True)
+        for (text, policy), tenant in zip(POLICIES.items(), tenants, strict=True)
     }
 
 
 def side_by_side(engine: Any, *sizes: int | None) -> dict[tuple[int | None, str], LoadRun]:
-    """By concurrency and arm."""
-    with engine.tenants([100] * len(ARMS) * len(sizes)) as tenants:
+    """By concurrency and policy."""
+    with engine.tenants([100] * len(POLICIES) * len(sizes)) as tenants:
         free = iter(tenants)
         made = {
             (size, text): load
             for size in sizes
-            for text, load in loads_of(engine, size, [next(free) for _ in ARMS]).items()
+            for text, load in loads_of(engine, size, [next(free) for _ in POLICIES]).items()
         }
         interleave([*made.values()], lambda share: None)
-        return {arm: load.result() for arm, load in made.items()}
+        return {policy: load.result() for policy, load in made.items()}
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, None])
 def test_each_runs_as_if_it_were_alone(engine: Any, concurrency: int | None) -> None:
     beside = side_by_side(engine, concurrency)
-    for text, load in loads_of(engine, concurrency, [None] * len(ARMS)).items():
+    for text, load in loads_of(engine, concurrency, [None] * len(POLICIES)).items():
         load.go_on()
         alone, run = load.result(), beside[concurrency, text]
         assert run.rounds == alone.rounds
@@ -76,8 +76,8 @@ def test_each_runs_as_if_it_were_alone(engine: Any, concurrency: int | None) -> 
 def test_a_machine_that_slows_down_is_as_slow_for_all(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = {arm: run.busy_s for arm, run in side_by_side(engine, 1, 2).items()}
-    monkeypatch.setattr(loads, "TURN_S", 0.02)
+    usual = {policy: run.busy_s for policy, run in side_by_side(engine, 1, 2).items()}
+    monkeypatch.setattr(loads, "SLICE_S", 0.02)
     step, begun_s, whole_s = engine.step, Clock.now_s, sum(usual.values())
 
     def slowing() -> Any:
@@ -86,7 +86,9 @@ def test_a_machine_that_slows_down_is_as_slow_for_all(
         return step()
 
     monkeypatch.setattr(engine, "step", slowing)
-    slower = {arm: run.busy_s / usual[arm] for arm, run in side_by_side(engine, 1, 2).items()}
+    slower = {
+        policy: run.busy_s / usual[policy] for policy, run in side_by_side(engine, 1, 2).items()
+    }
     assert min(slower.values()) > 1.5
     # Two at once end with one alone, whose tokens take longer.
     assert max(slower.values()) / min(slower.values()) < 1.04
@@ -94,7 +96,7 @@ def test_a_machine_that_slows_down_is_as_slow_for_all(
     assert max(alone) / min(alone) < 1.02
     Clock.slower, begun_s = 1.0, Clock.now_s
     one_by_one = []
-    for text, load in loads_of(engine, 1, [None] * len(ARMS)).items():
+    for text, load in loads_of(engine, 1, [None] * len(POLICIES)).items():
         load.go_on()
         one_by_one.append(load.result().busy_s / usual[1, text])
     assert max(one_by_one) / min(one_by_one) > 1.2
@@ -103,10 +105,10 @@ def test_a_machine_that_slows_down_is_as_slow_for_all(
 def test_rounds_begin_with_another_each_time_and_tell_the_share(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loads, "TURN_S", 0.1)
+    monkeypatch.setattr(loads, "SLICE_S", 0.1)
     begun: list[str] = []
     shares: list[float] = []
-    with engine.tenants([100] * len(ARMS)) as tenants:
+    with engine.tenants([100] * len(POLICIES)) as tenants:
         made = loads_of(engine, 1, tenants)
         for text, load in made.items():
             own = load.go_on
@@ -120,34 +122,34 @@ def test_rounds_begin_with_another_each_time_and_tell_the_share(
                 own(seconds, share)
 
             load.go_on = noted  # type: ignore[method-assign]
-        turns: list[float] = []
-        interleave([*made.values()], shares.append, turns.append)
-    assert begun[:4] == [*ARMS, "autoregressive"]
-    assert len(turns) == len(ARMS) * len(shares)
-    assert turns[len(ARMS) - 1 :: len(ARMS)] == shares
+        slices: list[float] = []
+        interleave([*made.values()], shares.append, slices.append)
+    assert begun[:4] == [*POLICIES, "autoregressive"]
+    assert len(slices) == len(POLICIES) * len(shares)
+    assert slices[len(POLICIES) - 1 :: len(POLICIES)] == shares
     assert shares == sorted(shares)
     assert shares[0] < 0.5
     assert shares[-1] == 1.0
 
 
 def test_cells_are_measured_all_along(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the turns too, by the engine's own scheduler."""
+    """Between the slices too, by the engine's own scheduler."""
     prompts = prompts_of(TRACE, engine.vocabulary)
     forced = Forced(TRACE, own_texts(engine, TRACE, prompts), engine.vocabulary)
     between = BetweenTable(engine, GRID)
     took: list[tuple[float, bool]] = []
-    block, advance = bench.Bench.block, between.advance
-    monkeypatch.setattr(loads, "TURN_S", 0.1)
+    block, advance = cells.CellTimer.block, between.advance
+    monkeypatch.setattr(loads, "SLICE_S", 0.1)
     asked: list[float] = []
     monkeypatch.setattr(between, "advance", lambda sweeps: (asked.append(sweeps), advance(sweeps)))
 
-    def noted(self: bench.Bench, *given: Any) -> Any:
+    def noted(self: cells.CellTimer, *given: Any) -> Any:
         found = block(self, *given)
         took.append((asked[-1], engine._requests is engine._own[0]))
         return found
 
-    monkeypatch.setattr(bench.Bench, "block", noted)
-    run_loads(engine, ARMS, {"closed:1": Demand(JOBS, 1)}, prompts, forced, 1, between)
+    monkeypatch.setattr(cells.CellTimer, "block", noted)
+    run_loads(engine, POLICIES, {"closed:1": Demand(JOBS, 1)}, prompts, forced, 1, between)
     assert between.done == loads.SWEEPS * len(GRID.blocks()) == len(took)
     assert all(own for _, own in took)
     assert sum(at < loads.SWEEPS for at, _ in took) > len(took) // 2
@@ -180,14 +182,14 @@ def test_a_gpu_runs_the_beginning_of_each_load_before_it_is_timed(
         monkeypatch.setitem(engine.meta, "device", device)
         notes: list[str] = []
         steps.clear()
-        found = run_loads(engine, ARMS, demands, prompts, forced, 1, say=notes.append)
+        found = run_loads(engine, POLICIES, demands, prompts, forced, 1, say=notes.append)
         tokens = {text: int(run.requests["tokens"].sum()) for (_, text), [run] in found.items()}
         told[device] = (notes, len(steps), tokens)
     assert told["cpu"][2] == told["NVIDIA H200"][2]
     assert not any("warm up" in note for note in told["cpu"][0])
     assert any("warm up" in note for note in told["NVIDIA H200"][0])
     # Without drafts each load's 16 tokens take 16 steps, with drafts fewer.
-    assert 2 * 16 < told["NVIDIA H200"][1] - told["cpu"][1] <= len(ARMS) * 2 * 16
+    assert 2 * 16 < told["NVIDIA H200"][1] - told["cpu"][1] <= len(POLICIES) * 2 * 16
 
 
 def test_what_has_no_room_in_the_cache_runs_alone(
@@ -206,7 +208,7 @@ def test_what_has_no_room_in_the_cache_runs_alone(
 
     def said() -> str:
         notes: list[str] = []
-        run_loads(engine, ARMS, demands, prompts, forced, 1, say=notes.append)
+        run_loads(engine, POLICIES, demands, prompts, forced, 1, say=notes.append)
         return " ".join(notes)
 
     # A request of 12 and 60 tokens, a draft of 4 and what is sampled: 5 blocks, one begun.
@@ -225,14 +227,17 @@ def test_what_has_no_room_in_the_cache_runs_alone(
     assert made == [[6], [6], [6]]
 
 
-def test_arms_rotate_with_the_repeat() -> None:
-    turns = list(in_turn(["closed:1", "closed:2"], ["off", "a", "b"], 2))
-    assert [(t.load, t.text, t.name) for t in turns[3:7]] == [
+def test_policies_rotate_with_the_repeat() -> None:
+    planned = list(planned_loads(["closed:1", "closed:2"], ["off", "a", "b"], 2))
+    assert [(t.load, t.policy, t.name) for t in planned[3:7]] == [
         ("closed:2", "off", "000-01-00"), ("closed:2", "a", "000-01-01"),
         ("closed:2", "b", "000-01-02"), ("closed:1", "a", "001-00-01"),
     ]  # fmt: skip
 
 
 def test_repeats_are_apart() -> None:
-    turns = list(in_turn(["closed:1", "closed:2"], ["off", "a"], 2))
-    assert list(together(turns, {"closed:1": 1, "closed:2": 2}, 100)) == [turns[:4], turns[4:]]
+    planned = list(planned_loads(["closed:1", "closed:2"], ["off", "a"], 2))
+    assert list(together(planned, {"closed:1": 1, "closed:2": 2}, 100)) == [
+        planned[:4],
+        planned[4:],
+    ]
