@@ -8,7 +8,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, TypeVar
 
-from traces.acceptance.schema import Request
+from traces.acceptance.trace import Request
 from traces.errors import DraftsimError
 from traces.replay.quality import reference_number
 from traces.store.text import json_lines, read_text
