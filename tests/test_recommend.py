@@ -16,18 +16,23 @@ from simulator.aggregate.benches import read_benches
 from simulator.tune.formats import check_settings
 from tests.conftest import Run
 from tests.logs import vllm_counters
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 
 pytestmark = pytest.mark.usefixtures("short_chains")
 
 
 def served(concurrency: int, speed: float, accepted: tuple[float, ...] = ()) -> dict[str, Any]:
-    """A result as `vllm bench serve --save-result` writes it (the fields that are read)."""
+    """A result as `vllm bench serve --save-result` writes it (the fields that are read).
+
+    The requests stay as long as the speed says if all of them always run (Little's law).
+    """
     row: dict[str, Any] = {
         "backend": "vllm", "model_id": "org/target", "completed": 64,
         "total_input_tokens": 64 * 900, "total_output_tokens": 64 * 256,
         "request_throughput": speed / 256, "output_throughput": speed,
-        "max_concurrency": concurrency, "mean_ttft_ms": 60.0, "mean_tpot_ms": 10.0,
+        "max_concurrency": concurrency, "mean_ttft_ms": 60.0,
+        "mean_tpot_ms": (concurrency * 256 / speed * 1e3 - 60.0) / 255,
     }  # fmt: skip
     if accepted:
         row |= {
@@ -96,6 +101,7 @@ def test_acceptance_is_that_of_all_steps_if_some_had_no_draft(tmp_path: Path) ->
         "spec_decode_draft_tokens": 1300, "spec_decode_accepted_tokens": 1080,
         "num_speculative_tokens": 2,
     }  # fmt: skip
+    del row["mean_ttft_ms"]  # of other lengths
     written(tmp_path, {"ngram": row})
     found = read_benches([str(tmp_path / "ngram.json")])
     assert found.runs[0].accepted == pytest.approx((0.2, 0.1))
@@ -203,7 +209,7 @@ def test_other_programs_results_are_read(tmp_path: Path) -> None:
     ])  # fmt: skip
     told = [(run.batch, run.k, run.tokens_per_s, run.prompts) for run in found.runs]
     assert told[:2] == [(4, 3, 300.0, 900 / 256)] * 2
-    assert told[2] == (8, 0, 500.0, 2.0)
+    assert told[2] == (8, 0, pytest.approx(500.0 * 8 / 7.9), 2.0)
     assert told[3] == (4, 0, 410.0, 3.0)
     assert told[4][:3] == (2, 0, 150.0)
     assert sum("taken as a run without it" in line for line in found.notes) == 2
@@ -288,13 +294,42 @@ def test_a_speculating_run_without_a_draft_length_is_no_run_without_speculation(
     assert read_benches([f"{path}@3"]).runs[0].k == 3
 
 
-def test_without_a_concurrency_littles_law_gives_it(tmp_path: Path) -> None:
-    row = served(0, 640.0)
-    row["max_concurrency"] = None
+@pytest.mark.parametrize("held", [0.3, 1.04, 11.5])
+@pytest.mark.parametrize("cap", [None, 64])
+def test_a_request_rate_leaves_littles_law(cap: int | None, held: float, tmp_path: Path) -> None:
+    """Requests at once are their rate times their stay, and each keeps its measured speed."""
+    row = {**served(64, 640.0), "max_concurrency": cap, "request_rate": 2.5}
+    row["mean_tpot_ms"] = (held / 2.5 * 1e3 - 60.0) / 255
     path = tmp_path / "rate.json"
     path.write_text(json.dumps(row))
-    stay_s = 0.06 + 0.01 * 255
-    assert read_benches([f"{path}@0"]).runs[0].batch == round(640 / 256 * stay_s)
+    found = read_benches([f"{path}@0"])
+    batch = max(1, round(held))
+    assert found.runs[0].batch == batch
+    assert found.runs[0].tokens_per_s == pytest.approx(640.0 * batch / held)
+    below = "" if cap is None else ", below its limit of 64"
+    assert f"ran at {three_digits(held)} requests at once on average{below}" in found.notes[0]
+    # Without a rate the limit is reached, unless too few requests came.
+    path.write_text(json.dumps({**row, "request_rate": "inf"}))
+    assert read_benches([f"{path}@0"]).runs[0].batch == batch
+    if cap is not None:
+        # SGLang measures the mean itself; times alone do not tell it if requests come at a rate.
+        path.write_text(json.dumps({**row, "concurrency": 60.9}))
+        assert read_benches([f"{path}@0"]).runs[0].batch == 61
+        path.write_text(json.dumps({**row, "request_rate": "inf", "concurrency": 60.9}))
+        assert read_benches([f"{path}@0"]).runs[0].batch == 64
+        del row["mean_ttft_ms"]
+        path.write_text(json.dumps(row))
+        with pytest.raises(DraftsimError, match="a fixed one and no request rate"):
+            read_benches([f"{path}@0"])
+
+
+def test_aiperf_at_a_request_rate_ran_at_its_mean_concurrency(tmp_path: Path) -> None:
+    told = aiperf(64, 410.0)
+    path = tmp_path / "aiperf.json"
+    for phase in ({"rate": 4.1}, {}):
+        told["input_config"]["phases"][1] |= phase
+        path.write_text(json.dumps(told))
+        assert read_benches([str(path)]).runs[0].batch == 8
 
 
 @pytest.mark.parametrize(
@@ -305,7 +340,10 @@ def test_without_a_concurrency_littles_law_gives_it(tmp_path: Path) -> None:
         ("not json", "is not JSON"),
         (json.dumps({**served(1, 10.0), "completed": 0}), "lacks or misstates"),
         (json.dumps({**served(1, 10.0), "output_throughput": -1}), "tokens_per_s is -1, expected"),
-        (json.dumps({**served(1, 10.0), "max_concurrency": float("inf")}), "has no concurrency"),
+        (
+            json.dumps({**served(1, 10.0), "max_concurrency": None, "concurrency": float("inf")}),
+            "has no concurrency",
+        ),
         (
             json.dumps({**served(1, 10.0), "spec_decode_num_drafts": 1e-300,
                         "spec_decode_draft_tokens": 1e300}),

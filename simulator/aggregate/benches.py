@@ -9,6 +9,7 @@ table of the calibrated server.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ import pandas as pd
 
 from policies.json_text import JSONError, parse_json
 from simulator.aggregate.server import ServerFit, ServerRun
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.importers.metrics import SELDOM
 from traces.latency.schema import CELL_COLUMNS
@@ -182,6 +184,8 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
     return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)
 
 
+REACHED = 0.8
+"""A benchmark kept its limit of requests at once if their mean was this part of it, or more."""
 MOST_BYTES = 256 * 2**20
 """A larger file is no summary of benchmarks."""
 ESTIMATED = "says no acceptance: it is estimated from the speeds"
@@ -203,6 +207,7 @@ class Benchmarks(NamedTuple):
 
 class _Fields(NamedTuple):
     concurrency: float | None
+    """Requests at once, on average."""
     tokens_per_s: float
     prompt: float | None
     answer: float | None
@@ -212,6 +217,8 @@ class _Fields(NamedTuple):
     model: str | None = None
     drafting: float = 1.0
     """Part of the steps that had a draft; acceptance is that of all steps."""
+    cap: float | None = None
+    """Limit that the benchmark set on requests at once."""
 
 
 def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benchmarks:
@@ -294,14 +301,21 @@ def _read(path: Path, k: int | None) -> Benchmarks:
                 f"{path}: {fields.drafting:.0%} of the steps had a draft: acceptance is taken over "
                 "all steps"
             )
-        if fields.concurrency is None or not 0.5 <= fields.concurrency <= MOST:
+        if fields.concurrency is None or not 0 < fields.concurrency <= MOST:
             raise DraftsimError(
-                f"{where}: has no concurrency: run the benchmark with a fixed one "
-                "(vLLM, SGLang: --max-concurrency; AIPerf: --concurrency)"
+                f"{where}: has no concurrency: run the benchmark with a fixed one and no request "
+                "rate (vLLM, SGLang: --max-concurrency; AIPerf: --concurrency)"
+            )
+        batch = max(1, round(fields.concurrency))
+        if fields.concurrency != (fields.cap or batch):
+            below = f", below its limit of {fields.cap:g}" if fields.cap else ""
+            notes.append(
+                f"{where}: ran at {three_digits(fields.concurrency)} requests at once on "
+                f"average{below}: taken as {batch}, each as fast as measured"
             )
         try:
             runs.append(ServerRun(
-                max(1, round(fields.concurrency)), length, fields.tokens_per_s,
+                batch, length, fields.tokens_per_s * batch / fields.concurrency,
                 emitted=fields.emitted if length and not fields.accepted else None,
                 accepted=fields.accepted if length else (),
                 prompt=fields.prompt, answer=fields.answer,
@@ -370,11 +384,13 @@ def _serve(record: Record) -> _Fields:
     completed = float(record["completed"])
     prompt = float(record["total_input_tokens"]) / completed
     answer = float(record["total_output_tokens"]) / completed
-    concurrency = record.get("max_concurrency") or record.get("concurrency")
-    if concurrency is None and "mean_ttft_ms" in record and "mean_tpot_ms" in record:
+    cap = record.get("max_concurrency") or None
+    mean = record.get("concurrency")  # SGLang measures it
+    if mean is None and "mean_ttft_ms" in record and "mean_tpot_ms" in record:
         # Little's law: requests at once are their rate times their stay.
         stay = float(record["mean_ttft_ms"]) + float(record["mean_tpot_ms"]) * (answer - 1)
-        concurrency = float(record["request_throughput"]) * stay / 1e3
+        mean = float(record["request_throughput"]) * stay / 1e3
+    paced = record.get("request_rate") not in (None, "inf", math.inf)
     server = record.get("server_info") or {}  # SGLang's options
     drafts, drafted = (record.get(f"spec_decode_{n}") for n in ("num_drafts", "draft_tokens"))
     k = round(float(drafted) / float(drafts)) if drafts and drafted is not None else None
@@ -389,11 +405,24 @@ def _serve(record: Record) -> _Fields:
         named = _steps(server)
     length = k if named is None else int(named)
     return _Fields(
-        None if concurrency is None else float(concurrency), float(record["output_throughput"]),
-        prompt, answer, tuple(float(p) for p in positions)[:length],
+        _at_once(cap, mean, paced), float(record["output_throughput"]), prompt, answer,
+        tuple(float(p) for p in positions)[:length],
         None if emitted is None else float(emitted), length,
-        record.get("model_id") or server.get("model_path"), drafting=drafting,
+        record.get("model_id") or server.get("model_path"), drafting=drafting, cap=cap,
     )  # fmt: skip
+
+
+def _at_once(cap: Any, mean: Any, paced: bool) -> float | None:
+    """Return requests at once: the benchmark's limit, or their mean where it stayed below.
+
+    ``paced`` requests arrive at a rate, which may keep them below the limit.
+    """
+    if mean is None:
+        return None if cap is None or paced else float(cap)
+    if cap is None:
+        return float(mean)
+    cap, mean = float(cap), float(mean)
+    return min(cap, mean) if paced or mean < REACHED * cap else cap
 
 
 def _drafting(record: Record) -> float:
@@ -449,18 +478,19 @@ def _aiperf(record: Record) -> _Fields:
     # A run has phases, warm-up among them; older versions wrote one `loadgen`.
     loads = [p for p in config.get("phases") or () if not p.get("exclude_from_results")]
     loads = [p for p in loads if p.get("name") == "profiling"] or loads
-    concurrency = next((p.get("concurrency") for p in [*loads, config.get("loadgen") or {}]), None)
-    if concurrency is None and "request_latency" in record and "request_throughput" in record:
+    load = [*loads, config.get("loadgen") or {}][0]
+    mean = None
+    if "request_latency" in record and "request_throughput" in record:
         # Little's law; latencies are in milliseconds.
-        concurrency = average("request_throughput") * average("request_latency") / 1e3
+        mean = average("request_throughput") * average("request_latency") / 1e3
+    cap, paced = load.get("concurrency"), bool(load.get("rate") or load.get("request_rate"))
     emitted, k = _accepted(record)
     models = config.get("models") or (config.get("endpoint") or {}).get("model_names") or ()
     first = next(iter(models.get("items") or () if isinstance(models, dict) else models), None)
     return _Fields(
-        None if concurrency is None else float(concurrency),
-        average("output_token_throughput"), average("input_sequence_length"),
-        average("output_sequence_length"), emitted=emitted, k=k,
-        model=first.get("name") if isinstance(first, dict) else first,
+        _at_once(cap, mean, paced), average("output_token_throughput"),
+        average("input_sequence_length"), average("output_sequence_length"), emitted=emitted, k=k,
+        model=first.get("name") if isinstance(first, dict) else first, cap=cap,
     )  # fmt: skip
 
 
