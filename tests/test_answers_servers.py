@@ -15,6 +15,7 @@ from simulator.aggregate.advice import PredictedSpeed, predicted
 from simulator.aggregate.benches import _length, read_benches
 from simulator.aggregate.doctor import diagnose
 from simulator.aggregate.hazard import Interval
+from simulator.aggregate.observed import read_acceptance
 from simulator.aggregate.positions import Positions, of_trace
 from simulator.aggregate.server import ServerRun, calibrate
 from simulator.tune.breakeven import grid, measured_surface
@@ -169,17 +170,20 @@ def scrape(drafts: int, drafted: int, positions: list[int], more: str = "") -> s
     return SCRAPE.format(drafts=drafts, drafted=drafted, accepted=sum(positions)) + lines + more
 
 
+NGRAM = scrape(
+    400, 1600, [300, 200, 100, 50],
+    "vllm:generation_tokens_total 1660\nvllm:request_success_total 10\n",
+)  # fmt: skip
+"""Counters of 1,000 steps of which n-grams drafted in 400."""
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         # Half of the drafts have four tokens, half one; every token is accepted 8 times in 10.
         (scrape(1000, 2500, [800, 320, 256, 205]), "its drafts differ in length"),
         (scrape(1000, 4000, [800, 640, 512, 410]), ""),
-        (
-            scrape(400, 1600, [300, 200, 100, 50],
-                   "vllm:generation_tokens_total 1660\nvllm:request_success_total 10\n"),
-            "40% of the steps had a draft",
-        ),
+        (NGRAM, "40% of the steps had a draft"),
     ],
 )  # fmt: skip
 def test_counters_say_what_they_do_not_tell(text: str, said: str, run: Run, tmp_path: Path) -> None:
@@ -188,6 +192,28 @@ def test_counters_say_what_they_do_not_tell(text: str, said: str, run: Run, tmp_
     done = run("doctor", path, "--against", "0.8").ok()
     assert said in done.err
     assert bool(said) == ("metrics.txt: " in done.err)
+
+
+@pytest.mark.parametrize(
+    "text", [NGRAM, scrape(30, 90, [10, 4, 2]), scrape(1000, 2500, [800, 320, 256, 205])]
+)
+def test_counts_that_import_wrote_say_what_the_log_says(
+    text: str, run: Run, tmp_path: Path
+) -> None:
+    """Rounds, the steps without a draft among them, and what the counts do not tell."""
+    log, out = tmp_path / "metrics.txt", tmp_path / "counts.json"
+    log.write_text(text)
+    imported = run("import", "prometheus", log, "--out", out).ok()
+    told, again = (read_acceptance(str(file)) for file in (log, out))
+    assert again.known == told.known
+    assert again.rounds == told.rounds
+    assert again.reached.tolist() == told.reached.tolist()
+    assert again.note == told.note
+    assert told.note in " ".join(imported.err.split())
+    if text is NGRAM:
+        assert told.known[4] == pytest.approx(1 + 650 / 1000)
+    against = ("--against", "0.5", "--json", "-")
+    assert run("doctor", out, *against).document == run("doctor", log, *against).document
 
 
 def test_lengths_that_differ_as_sound_runs_do_are_as_expected() -> None:

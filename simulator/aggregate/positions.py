@@ -211,7 +211,7 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
 def reservation(totals: Totals) -> str:
     """Return what counts by position do not say of drafts as long as the longest, in words."""
     if (part := totals.meta.get("drafting")) is not None:
-        return f"{part:.0%} of the steps had a draft: acceptance is over these alone"
+        return f"{part:.0%} of the steps had a draft: acceptance is taken over all steps"
     if totals.drafted is None or totals.fixed_length:
         return ""
     return (

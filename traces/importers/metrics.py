@@ -117,8 +117,9 @@ def read_drafts(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
 
     ``spec_decode_num_drafts``, ``…_num_draft_tokens``, ``…_num_accepted_tokens`` and
     ``…_num_accepted_tokens_per_pos`` with the label ``position``, each with the suffix ``_total``.
-    vLLM counts the steps with a draft alone.  Where n-grams found none in many steps, ``drafting``
-    of the provenance is the part of the steps that had one.  Sources of the format:
+    vLLM counts the steps with a draft alone.  Where n-grams found none in many steps, these count
+    as rounds with an empty draft, and ``drafting`` of the provenance is the part of the steps that
+    had one.  Sources of the format:
     vllm-project/vllm, ``v1/spec_decode/metrics.py``; ggml-org/llama.cpp, ``tools/server``
     (``/metrics``, 2026).
     """
@@ -141,6 +142,7 @@ def read_drafts(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
         steps = emitted[_EMITTED[0], 0] - emitted[_EMITTED[1], 0] - accepted
         if rounds < SELDOM * steps:
             meta["drafting"] = rounds / steps
+            rounds = steps
     longest = len(per_position) if per_position else None
     return Totals(rounds, drafted, accepted, longest, per_position, meta=meta)
 
