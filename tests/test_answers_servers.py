@@ -73,7 +73,7 @@ def test_settings_that_stop_early_are_left_out_at_another_acceptance(
     assert calibrate(read_benches([str(path)]).runs).stopping()
     words = ("recommend", "--engine", "llamacpp", "--bench", path, "--acceptance", "0.3,0.1,0.03")
     done = run(*words).ok()
-    assert "runs with p-min are left out" in done.err
+    assert "all drafts are taken as K tokens long" in done.err
     assert "p-min 0.75" not in done.out
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from simulator.aggregate.benches import read_benches
+from simulator.aggregate.server import calibrate
 from simulator.tune.formats import check_settings
 from tests.conftest import Run
 from tests.logs import vllm_counters
@@ -106,12 +107,29 @@ def test_acceptance_is_that_of_all_steps_if_some_had_no_draft(tmp_path: Path) ->
     found = read_benches([str(tmp_path / "ngram.json")])
     assert found.runs[0].accepted == pytest.approx((0.2, 0.1))
     assert found.runs[0].round_tokens == pytest.approx((3600 + 1080) / 3600)
+    assert found.runs[0].drafted == pytest.approx(1300 / 3600)
     assert "25% of the steps had a draft" in found.notes[0]
     # Requests that end take some drafts away everywhere.
     row["spec_decode_num_drafts"] = 3400
     written(tmp_path, {"head": row})
     found = read_benches([str(tmp_path / "head.json")])
     assert (found.runs[0].accepted, found.notes) == ((0.8, 0.4), [])
+
+
+def test_drafts_that_differ_in_length_keep_all_positions(tmp_path: Path) -> None:
+    """Half of the drafts have 2 tokens, half 8, as suffix decoding's or a dynamic K's."""
+    survival = [(0.6**k * (k <= 2) + 0.9**k) / 2 for k in range(1, 9)]
+    row = {**served(4, 450.0, tuple(survival)), "spec_decode_draft_tokens": 5000}
+    folder = written(tmp_path, {"plain": served(4, 256.0), "suffix": row})
+    for text in (folder / "suffix.json", f"{folder}/suffix.json@8"):
+        [run] = read_benches([str(text)]).runs
+        assert (run.k, run.drafted, run.accepted) == (8, 5.0, tuple(survival))
+    server = calibrate(read_benches([str(folder)]).runs)
+    # The longest draft length is predicted with the drafts that it had.
+    assert [(run.k, run.verified) for run in server.stopping()] == [(8, 5.0)]
+    # Drafts of one length.
+    written(tmp_path, {"head": served(4, 450.0, ACCEPTED)})
+    assert read_benches([str(tmp_path / "head.json")]).runs[0].drafted is None
 
 
 def test_counters_say_what_runs_do_not(tmp_path: Path, run: Run) -> None:

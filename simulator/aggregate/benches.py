@@ -219,6 +219,8 @@ class _Fields(NamedTuple):
     """Part of the steps that had a draft; acceptance is that of all steps."""
     cap: float | None = None
     """Limit that the benchmark set on requests at once."""
+    drafted: float | None = None
+    """Mean tokens drafted in a step."""
 
 
 def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benchmarks:
@@ -318,12 +320,20 @@ def _read(path: Path, k: int | None) -> Benchmarks:
                 batch, length, fields.tokens_per_s * batch / fields.concurrency,
                 emitted=fields.emitted if length and not fields.accepted else None,
                 accepted=fields.accepted if length else (),
-                prompt=fields.prompt, answer=fields.answer,
+                prompt=fields.prompt, answer=fields.answer, drafted=_drafted(fields, length),
             ))  # fmt: skip
         except DraftsimError as error:
             raise DraftsimError(f"{where}: {error}") from None
         models += [fields.model] if fields.model else []
     return Benchmarks(runs, models[0] if models else None, notes)
+
+
+def _drafted(fields: _Fields, length: int) -> float | None:
+    """Return the mean tokens drafted in a step; None if all had `length`, or no count says."""
+    if fields.drafted is None or not length or fields.drafted >= length:
+        return None
+    accepted = sum(fields.accepted) or (fields.emitted or 1) - 1
+    return max(fields.drafted, accepted)  # equal up to rounding where all were accepted
 
 
 def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
@@ -392,8 +402,8 @@ def _serve(record: Record) -> _Fields:
         mean = float(record["request_throughput"]) * stay / 1e3
     paced = record.get("request_rate") not in (None, "inf", math.inf)
     server = record.get("server_info") or {}  # SGLang's options
-    drafts, drafted = (record.get(f"spec_decode_{n}") for n in ("num_drafts", "draft_tokens"))
-    k = round(float(drafted) / float(drafts)) if drafts and drafted is not None else None
+    drafts, tokens = (record.get(f"spec_decode_{n}") for n in ("num_drafts", "draft_tokens"))
+    drafted = float(tokens) / float(drafts) if drafts and tokens is not None else None
     positions = record.get("spec_decode_per_position_acceptance_rates") or ()
     emitted = record.get("spec_decode_acceptance_length") or record.get("accept_length")
     drafting = _drafting(record)
@@ -403,12 +413,16 @@ def _serve(record: Record) -> _Fields:
     named = _speculative(record)
     if named is None and server:
         named = _steps(server)
-    length = k if named is None else int(named)
+    # Lengths of drafts may differ: their mean is no draft length where positions are told.
+    length = len(positions) or (None if drafted is None else round(drafted))
+    if named is not None:
+        length = int(named)
     return _Fields(
         _at_once(cap, mean, paced), float(record["output_throughput"]), prompt, answer,
         tuple(float(p) for p in positions)[:length],
         None if emitted is None else float(emitted), length,
         record.get("model_id") or server.get("model_path"), drafting=drafting, cap=cap,
+        drafted=None if drafted is None else drafting * drafted,
     )  # fmt: skip
 
 

@@ -468,13 +468,13 @@ class ServerFit:
         return several or (any(run.p_min for run in drafting) and len(drafting) > 1)
 
     def stopping(self) -> list[ServerRun]:
-        """Return one run of each setting whose drafts stop early, by draft length and p-min.
+        """Return one run of each setting whose drafts are shorter, by draft length and p-min.
 
         None at another acceptance than theirs, at which their drafts would have other lengths.
         """
         if self.at_other:
             return []
-        found = {(run.k, run.p_min): run for run in self.runs if run.p_min}
+        found = {(r.k, r.p_min): r for r in self.runs if r.p_min or r.verified < r.k}
         return [found[key] for key in sorted(found)]
 
     def tokens_per_s(
