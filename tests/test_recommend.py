@@ -478,8 +478,9 @@ def test_notes_on_a_file_are_said_once_and_only_where_they_hold(tmp_path: Path) 
         (tmp_path / f"{name}.json").write_text(json.dumps({"benchmarks": [one, one]}))
     told = [str(tmp_path)]
     assert [note.rpartition(": ")[2] for note in read_benches(told).notes] == [
+        f"K = 3 is read from its name; otherwise write {tmp_path}/k3.json@K",
         "it is estimated from the speeds",
         "does not mention speculation, so it is taken as a run without it (K = 0); otherwise "
         f"write {tmp_path}/plain.json@K",
     ]
-    assert len(read_benches(told, acceptance_told=True).notes) == 1
+    assert len(read_benches(told, acceptance_told=True).notes) == 2

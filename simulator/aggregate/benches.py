@@ -296,6 +296,8 @@ def _read(path: Path, k: int | None) -> Benchmarks:
                 f"{path}: does not mention speculation, so it is taken as a run without it "
                 f"(K = 0); otherwise write {path}@K"
             )
+        elif length and k is None and fields.k is None and not fields.accepted:
+            notes.append(f"{path}: K = {length} is read from its name; otherwise write {path}@K")
         if length and not fields.accepted and fields.emitted is None:
             notes.append(f"{path}: {ESTIMATED}")
         if fields.drafting < 1:
@@ -337,7 +339,7 @@ def _drafted(fields: _Fields, length: int) -> float | None:
 
 
 def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
-    """Return the draft length: as given, as counted, or as the file's name says (k3, spec-3).
+    """Return the draft length: as given, as counted, or as the file's name says (`_named`).
 
     ``k`` is that of ``FILE@K``.  Counts of drafts may tell a mean, below it.  Raises DraftsimError
     if the run contradicts it.
@@ -346,15 +348,22 @@ def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
     if told is None and fields.accepted:
         told = len(fields.accepted)
     if told is None:
-        name = path.absolute().parent.name if path.name in SAME_NAME else path.stem
-        named = re.search(r"(?:^|[^a-z0-9])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?!\d)",
-                          name.lower())  # fmt: skip
-        told = int(named[1]) if named else None
+        told = _named(path)
     if told is None or k is None:
         return told if k is None else k
     if told > k or (k and not told):
         raise DraftsimError(f"{path}@{k}: a run there says K = {told}: drop @{k}")
     return k
+
+
+def _named(path: Path) -> int | None:
+    """Return the draft length in a file's name; None if it has none, or an "off" before it."""
+    name = (path.absolute().parent.name if path.name in SAME_NAME else path.stem).lower()
+    found = re.search(
+        r"(?:^|[^a-z0-9])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?![a-z0-9])", name
+    )
+    off = r"(?:^|[^a-z])(?:no|non|without|off)[-_]?(?:spec)?$"
+    return None if found is None or re.search(off, name[: found.start()]) else int(found[1])
 
 
 def _records(path: Path) -> list[Mapping[str, Any]]:
