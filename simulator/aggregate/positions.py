@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.arrays import Floats
 from policies.lengths.basic import Fixed
@@ -232,16 +233,26 @@ def of_trace(label: str, trace: Trace, k: int) -> Positions:
     fixed = [(f"fixed:gamma={n}", Fixed(n)) for n in range(1, k + 1)]
     known: dict[int, float] = {}
     for n, log in enumerate(replay_many(trace, fixed), 1):
-        drafted, accepted = log.rounds["drafted"], log.rounds["accepted"]
-        if trace.drafts_end:
-            request = log.rounds["request"]
-            limits = np.array([r.max_new_tokens for r in log.requests])
-            left = limits[request] - log.rounds["position"] - 1
-            # What ends a request ends its last draft.
-            last = np.append(request[1:] != request[:-1], True)
-            drafted = np.where(last, drafted, np.minimum(n, left))
+        drafted, accepted = judged(trace, log, n), log.rounds["accepted"]
         place = np.arange(1, n + 1)
         reached = ((drafted[:, None] >= place) & (accepted[:, None] >= place - 1)).sum(axis=0)
         passed = (accepted[:, None] >= place).sum(axis=0)
         known[n] = 1 + float(np.cumprod(passed / np.maximum(reached, 1)).sum())
     return Positions(label, known, reached.astype(float), passed.astype(float), True, log)
+
+
+def judged(trace: Trace, log: RoundLog, k: int) -> npt.NDArray[np.int64]:
+    """Return the positions of each round, of drafts of `k`, that were accepted or rejected.
+
+    A position for which a drafter proposed nothing (`Trace.drafts_end`) is one of them; those
+    that the end of the output cut off are not.
+    """
+    drafted = log.rounds["drafted"]
+    if not trace.drafts_end:
+        return drafted
+    request = log.rounds["request"]
+    limits = np.array([r.max_new_tokens for r in log.requests])
+    left = limits[request] - log.rounds["position"] - 1
+    # What ends a request ends its last draft.
+    last = np.append(request[1:] != request[:-1], True)
+    return np.where(last, drafted, np.minimum(k, left))
