@@ -210,12 +210,13 @@ def test_other_programs_results_are_read(tmp_path: Path) -> None:
         name: {"successful": {"mean": value}} for name, value in (
             ("request_concurrency", 7.9), ("output_tokens_per_second", 500.0),
             ("prompt_token_count", 256.0), ("output_token_count", 128.0),
+            ("time_to_first_token_ms", 40.0),
         )
     }}]}  # fmt: skip
     aiperf = {
         "output_token_throughput": {"unit": "tokens/sec", "avg": 410.0},
         "input_sequence_length": {"avg": 300.0}, "output_sequence_length": {"avg": 100.0},
-        "input_config": {"loadgen": {"concurrency": 4}},
+        "input_config": {"loadgen": {"concurrency": 4}}, "time_to_first_token": {"avg": 50.0},
     }  # fmt: skip
     (tmp_path / "sglang.jsonl").write_text(json.dumps(sglang) + "\n" + json.dumps(sglang) + "\n")
     (tmp_path / "guide.json").write_text(json.dumps(guide))
@@ -230,6 +231,7 @@ def test_other_programs_results_are_read(tmp_path: Path) -> None:
     assert told[2] == (8, 0, pytest.approx(500.0 * 8 / 7.9), 2.0)
     assert told[3] == (4, 0, 410.0, 3.0)
     assert told[4][:3] == (2, 0, 150.0)
+    assert [run.ttft_s for run in found.runs] == [0.06, 0.06, 0.04, 0.05, None]
     assert sum("taken as a run without it" in line for line in found.notes) == 2
 
 
@@ -395,7 +397,24 @@ def test_a_bound_on_tpot_is_kept_or_refused(tmp_path: Path, run: Run) -> None:
     missed = run("recommend", "--bench", folder, "--batch", "32", "--slo", "tpot=2ms")
     assert "no draft length meets it at 32 requests" in missed.refusal
     late = run("recommend", "--bench", folder, "--slo", "ttft=1s,tpot=20ms")
-    assert "hold no TTFT" in late.refusal
+    assert "do not tell TTFT" in late.refusal
+
+
+@pytest.mark.parametrize("bound", [9, 11])
+def test_a_bound_on_tpot_leaves_out_the_first_token(bound: int, tmp_path: Path, run: Run) -> None:
+    """Requests wait 0.5 s for the first token and take 10 ms for each of 49 others."""
+    row = {**served(1, 50 / 0.99), "total_output_tokens": 64 * 50, "mean_ttft_ms": 500.0,
+           "mean_tpot_ms": 10.0, "request_throughput": 1 / 0.99}  # fmt: skip
+    slower = {**row, "output_throughput": 40.0, "request_throughput": 0.8, "accept_length": 1.5}
+    folder = written(tmp_path / "results", {"k0": row, "k1": slower})
+    asked = ("recommend", "--bench", folder, "--batch", "1", "--slo", f"tpot={bound}ms")
+    ran = run(*asked)
+    assert ran.code == (2 if bound < 10 else 0), ran.err
+    # Without TTFT the time includes that of the first token, which is no proof.
+    csv = tmp_path / "runs.csv"
+    csv.write_text("batch,k,tokens_per_s,emitted\n1,0,50.5,\n1,1,40,1.5\n")
+    told = run("recommend", "--bench", csv, "--slo", f"tpot={bound}ms").ok()
+    assert f"--slo tpot={bound}ms cannot be checked at 1 request" in " ".join(told.err.split())
 
 
 def test_where_nothing_gains_no_speculation_is_recommended(tmp_path: Path, run: Run) -> None:

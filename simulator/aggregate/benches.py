@@ -221,6 +221,7 @@ class _Fields(NamedTuple):
     """Limit that the benchmark set on requests at once."""
     drafted: float | None = None
     """Mean tokens drafted in a step."""
+    ttft_s: float | None = None
 
 
 def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benchmarks:
@@ -323,6 +324,7 @@ def _read(path: Path, k: int | None) -> Benchmarks:
                 emitted=fields.emitted if length and not fields.accepted else None,
                 accepted=fields.accepted if length else (),
                 prompt=fields.prompt, answer=fields.answer, drafted=_drafted(fields, length),
+                ttft_s=fields.ttft_s,
             ))  # fmt: skip
         except DraftsimError as error:
             raise DraftsimError(f"{where}: {error}") from None
@@ -432,6 +434,7 @@ def _serve(record: Record) -> _Fields:
         None if emitted is None else float(emitted), length,
         record.get("model_id") or server.get("model_path"), drafting=drafting, cap=cap,
         drafted=None if drafted is None else drafting * drafted,
+        ttft_s=float(record["mean_ttft_ms"]) / 1e3 if "mean_ttft_ms" in record else None,
     )  # fmt: skip
 
 
@@ -490,6 +493,7 @@ def _guidellm(record: Record) -> _Fields:
     return _Fields(
         mean("request_concurrency"), mean("output_tokens_per_second"),
         mean("prompt_token_count"), mean("output_token_count"),
+        ttft_s=mean(first) / 1e3 if (first := "time_to_first_token_ms") in metrics else None,
     )  # fmt: skip
 
 
@@ -514,6 +518,7 @@ def _aiperf(record: Record) -> _Fields:
         _at_once(cap, mean, paced), average("output_token_throughput"),
         average("input_sequence_length"), average("output_sequence_length"), emitted=emitted, k=k,
         model=first.get("name") if isinstance(first, dict) else first, cap=cap,
+        ttft_s=average("time_to_first_token") / 1e3 if "time_to_first_token" in record else None,
     )  # fmt: skip
 
 

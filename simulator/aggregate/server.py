@@ -196,6 +196,8 @@ class ServerRun:
         Mean tokens drafted and verified in a round, where drafts stop early; None: k.
     p_min:
         Probability below which drafts stop (llama.cpp), 0 if they do not.
+    ttft_s:
+        Mean time to the first token; None where unknown.
 
     Raises DraftsimError for impossible values.
     """
@@ -210,6 +212,7 @@ class ServerRun:
     answer: float | None = None
     drafted: float | None = None
     p_min: float = 0.0
+    ttft_s: float | None = None
 
     def __post_init__(self) -> None:
         require("batch", self.batch, 1)
@@ -450,6 +453,22 @@ class ServerFit:
         """Mean context, and prompt tokens per output token (NaN if unknown), of the runs."""
         runs = self.runs
         return float(np.mean([run.held for run in runs])), float(np.mean([r.prompts for r in runs]))
+
+    def tpot_s(self, batch: int, tokens_per_s: float) -> float | None:
+        """Return the time per token after the first at a load; None if no run tells TTFT.
+
+        A request stays for its TTFT and these.  TTFT is that of the runs, between whose loads it is
+        interpolated.
+        """
+        told = [(r.batch, r.ttft_s, r.answer) for r in self.runs if r.ttft_s and r.answer]
+        if not told:
+            return None
+        batches, ttft, answers = np.array(told, dtype=float).T
+        loads = np.unique(batches)
+        first_s = np.interp(batch, loads, [ttft[batches == load].mean() for load in loads])
+        answer = float(answers.mean())
+        stay_s = answer * batch / tokens_per_s
+        return max(0.0, stay_s - float(first_s)) / (answer - 1) if answer > 1 else None
 
     @property
     def tells_context(self) -> bool:
