@@ -144,6 +144,28 @@ def test_sglang_with_and_without_a_histogram(tmp_path: Path) -> None:
         counts("sglang", written(tmp_path, bad))
 
 
+def test_sglang_that_proposes_more_than_it_ever_accepts_may_have_drafted_trees(
+    tmp_path: Path,
+) -> None:
+    """The histogram ends with the most that a verification accepted: 3 of 5 here."""
+    info = {
+        "spec_verify_ct": 20, "completion_tokens": 40, "spec_num_proposed_drafts": 100,
+        "spec_num_correct_drafts": 19, "spec_correct_drafts_histogram": [10, 3, 5, 2],
+    }  # fmt: skip
+    file = written(tmp_path, {"meta_info": info})
+    with pytest.raises(FileError, match=r"accepts at most 3: a tree, or a chain of 5; --draft-len"):
+        counts("sglang", file)
+    totals = counts("sglang", file, draft_lengths="fixed:5")
+    assert (totals.longest, totals.per_position) == (5, [10, 7, 2, 0, 0])
+    assert totals.fixed_length
+    for wrong in ("fixed:3", "fixed:6"):
+        with pytest.raises(FileError, match="are no drafts of"):
+            counts("sglang", file, draft_lengths=wrong)
+    file = written(tmp_path, {"meta_info": {**info, "spec_num_proposed_drafts": 90}})
+    with pytest.raises(FileError, match=r"a tree, or chains of several lengths$"):
+        counts("sglang", file)
+
+
 def test_llamacpp(tmp_path: Path) -> None:
     totals = counts("llamacpp", written(tmp_path, LLAMACPP))
     assert (totals.rounds, totals.drafted, totals.accepted) == (7, 12, 9)
@@ -284,7 +306,7 @@ def changed(name: str, path: str, value: Any) -> Any:
          "per_step_drafted holds 1,099,511,627,776, expected at most 4,096"),
         ("vllm", "usage", "x", "usage is 'x', expected an object"),
         ("sglang", "meta_info.spec_correct_drafts_histogram", {}, "no list of whole numbers"),
-        ("sglang", "meta_info.spec_num_proposed_drafts", 10**15, "tokens drafted in 33 rounds"),
+        ("sglang", "meta_info.spec_num_proposed_drafts", 10**15, "in 33 rounds, expected at"),
         ("aiperf", "spec_decode_acceptance.per_step_accepted", 1, "per_step_accepted is no list"),
         ("eagle", "choices.0.wall_time", [float("inf"), 1.0], "wall_time=inf: expected"),
         ("by-start", "acc_eagle.acc_len", [2**70, 1, 1], "acc_eagle holds 1,180,591,620,717,411"),

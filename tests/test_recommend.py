@@ -307,11 +307,15 @@ def test_a_speculating_run_without_a_draft_length_is_no_run_without_speculation(
     tree = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3,
             "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}  # fmt: skip
     path = tmp_path / "run.jsonl"
-    for server in ({}, {"server_info": tree}):
-        path.write_text(json.dumps({**row, **server}) + "\n")
-        with pytest.raises(DraftsimError, match=r"no draft length: write .*@K"):
-            read_benches([str(path)])
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DraftsimError, match=r"no draft length: write .*@K"):
+        read_benches([str(path)])
     assert read_benches([f"{path}@3"]).runs[0].k == 3
+    # No draft length makes a chain of a tree.
+    path.write_text(json.dumps({**row, "server_info": tree}) + "\n")
+    for text in (str(path), f"{path}@3"):
+        with pytest.raises(DraftsimError, match=r"drafted trees \(speculative_eagle_topk 4\)"):
+            read_benches([text])
 
 
 @pytest.mark.parametrize("held", [0.3, 1.04, 11.5])

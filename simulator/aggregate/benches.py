@@ -392,6 +392,8 @@ def _fields(record: Record, where: str) -> _Fields:
         if knows(record):
             try:
                 return read(record)
+            except DraftsimError as error:
+                raise DraftsimError(f"{where}: {error}") from None
             except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
                 raise DraftsimError(f"{where}: lacks or misstates {error}") from None
     raise DraftsimError(
@@ -463,11 +465,14 @@ def _drafting(record: Record) -> float:
 
 
 def _steps(server: Record) -> int | None:
-    """Draft length of an SGLang server; None for trees, which have no single one."""
+    """Return the draft length of an SGLang server, if it says; raise DraftsimError for trees."""
     if not server.get("speculative_algorithm"):
         return 0 if "speculative_algorithm" in server else None
-    if (server.get("speculative_eagle_topk") or 1) > 1:
-        return None
+    if (branches := server.get("speculative_eagle_topk") or 1) > 1:
+        raise DraftsimError(
+            f"drafted trees (speculative_eagle_topk {branches}), which are not predicted: "
+            "benchmark chains (--speculative-eagle-topk 1)"
+        )
     steps, tokens = (server.get(f"speculative_num_{n}") for n in ("steps", "draft_tokens"))
     return int(steps) if steps else int(tokens) - 1 if tokens else None
 
