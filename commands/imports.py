@@ -142,7 +142,7 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
         "format": form, "rounds": totals.rounds, "drafted": totals.drafted,
         "accepted": totals.accepted, "accepted_per_round": totals.mean_accepted,
         "longest": totals.longest, "requests": totals.requests, "tree": totals.tree,
-        "drafting": totals.meta.get("drafting"), **measured(totals.meta),
+        "differ": totals.differ, "drafting": totals.meta.get("drafting"), **measured(totals.meta),
     }  # fmt: skip
     lengths = _lengths(totals)
     more = {"counts": summary, "tokens_by_length": lengths}

@@ -166,6 +166,22 @@ def test_sglang_that_proposes_more_than_it_ever_accepts_may_have_drafted_trees(
         counts("sglang", file)
 
 
+def test_a_mean_near_a_whole_number_is_no_draft_length(tmp_path: Path) -> None:
+    """Requests of 50 rounds with drafts of 8, or of 5 to 11 tokens, 7.9 on average."""
+
+    def answered(drafted: int) -> dict[str, Any]:
+        return {"timings": {"predicted_n": 151, "draft_n": drafted, "draft_n_accepted": 100}}
+
+    for lengths, fixed in (((390, 395, 400), True), ((250, 550, 385), False)):
+        lines = "\n".join(json.dumps(answered(n)) for n in lengths)
+        totals = counts("llamacpp", written(tmp_path, lines))
+        assert (totals.reach, totals.drafted, totals.fixed_length) == (8, 1185, fixed)
+    keys = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
+    for pairs, fixed in ((((4, 32), (4, 31)), True), (((4, 20), (4, 43)), False)):
+        rows = [{"specDecodingStats": dict(zip(keys, (*pair, 4), strict=True))} for pair in pairs]
+        assert counts("tensorrt-llm", written(tmp_path, rows)).fixed_length is fixed
+
+
 def test_llamacpp(tmp_path: Path) -> None:
     totals = counts("llamacpp", written(tmp_path, LLAMACPP))
     assert (totals.rounds, totals.drafted, totals.accepted) == (7, 12, 9)

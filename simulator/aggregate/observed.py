@@ -147,6 +147,7 @@ def _counts(file: Path, named: str) -> Positions | None:
             rounds, counts["drafted"], counts["accepted"],
             counts.get("longest", len(rows) or None), alive, counts.get("requests"),
             bool(counts["tree"]), {} if share is None else {"drafting": float(share)},
+            bool(counts.get("differ")),
         )  # fmt: skip
         return of_totals(named, totals)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
@@ -200,7 +201,8 @@ def _iterations(
     if all(requests == 1 for requests, _, _ in found):
         longest = max(drafts for _, drafts, _ in found)
         per_position = [sum(a >= k for _, _, a in found) for k in range(1, longest + 1)]
-    return Totals(rounds, drafted, accepted, longest, per_position, meta=meta)
+    totals = Totals(rounds, drafted, accepted, longest, per_position, meta=meta)
+    return replace(totals, differ=any(n > totals.reach * requests for requests, n, _ in found))
 
 
 def _copied(row: Mapping[str, Any]) -> bool:
