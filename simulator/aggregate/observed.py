@@ -104,7 +104,7 @@ def _of_files(
     if not first.exists() and not AT.match(str(first)):
         raise FileError(f"{named[0]}: no such file: {FORMS}")
     if form == "auto":
-        if first.is_file() and (counts := _counts(first, named[0])) is not None:
+        if first.is_file() and (counts := _counts(first, named[0], drafts)) is not None:
             return counts
         if not first.is_file() or not looks_like(first):
             if first.is_file() and first.suffix not in (".json", ".jsonl", ".csv"):
@@ -125,7 +125,7 @@ def _of_files(
     return of_totals(named[-1], read, drafts)
 
 
-def _counts(file: Path, named: str) -> Positions | None:
+def _counts(file: Path, named: str, drafts: int | None) -> Positions | None:
     """Return acceptance in the counts that `draftsim import` wrote; None if the file is another."""
     if file.suffix != ".json":
         return None
@@ -149,7 +149,7 @@ def _counts(file: Path, named: str) -> Positions | None:
             bool(counts["tree"]), {} if share is None else {"drafting": float(share)},
             bool(counts.get("differ")),
         )  # fmt: skip
-        return of_totals(named, totals)
+        return of_totals(named, totals, drafts)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise FileError(f"{named}: is damaged ({error}): import the log again") from None
 

@@ -185,7 +185,7 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
 
     ``drafts`` is the draft length, if the counts do not hold it.
 
-    Raises DraftsimError for trees, or counts without any draft length.
+    Raises DraftsimError for trees, or counts without any draft length or of another one.
     """
     if totals.tree:
         raise DraftsimError(
@@ -200,6 +200,8 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
                 "their lengths are unknown: give the acceptance length by draft length, such as "
                 f"3:{1 + totals.mean_accepted:.3g} for drafts of 3"
             )
+        if drafts not in (None, k):
+            raise DraftsimError(f"{label}: counts drafts of {k}, and the draft length is {drafts}")
         return Positions(label, {k: 1.0 + totals.mean_accepted})
     alive = np.asarray(totals.per_position, dtype=float)
     counted = totals.rounds is not None

@@ -148,6 +148,8 @@ def read_drafts(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
 
 
 SGLANG = "sglang:"
+WHOLE = 1e-3
+"""Largest distance of a draft length from a whole number, for gauges that are rounded."""
 _SGLANG_COUNTERS = ("spec_verify_calls", "generation_tokens", "num_requests")
 
 
@@ -159,9 +161,11 @@ def read_sglang(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
     token, so the accepted are what was generated beyond these.  Where the first is missing (older
     versions) the gauges ``spec_accept_length`` (accepted drafts and the bonus token of a round) and
     ``spec_accept_rate`` (accepted of proposed) tell the last batches' means, of how many rounds is
-    not known.  ``spec_num_steps`` and ``spec_num_draft_tokens`` are the lengths in force; more
-    draft tokens than a chain of those steps verifies make a tree.  Source of the format:
-    sgl-project/sglang, ``srt/observability/metrics_collector.py``.
+    not known.  Some versions count the bonus token among the accepted and the proposed: the draft
+    length is told where one reading alone gives a whole number.  ``spec_num_steps`` and
+    ``spec_num_draft_tokens`` are the lengths in force; more draft tokens than a chain of those
+    steps verifies make a tree.  Source of the format: sgl-project/sglang,
+    ``srt/observability/metrics_collector.py``.
 
     Raises
     ------
@@ -198,7 +202,11 @@ def _means(file: Path, steps: int | None, tree: bool, meta: Mapping[str, object]
     if length < 1:
         raise FileError(f"{file}: its mean acceptance length is {length:g}, expected 1 or more")
     rate = _gauge(file, "spec_accept_rate")
-    drafted = (length - 1) / rate if rate else None
+    # Some versions count the bonus token, and its place among the proposed; others count neither.
+    readings = (length / rate - 1, (length - 1) / rate) if rate and not tree else ()
+    whole = {round(k) for k in readings if abs(k - round(k)) < WHOLE and round(k) >= 1}
+    found = whole if steps is None else whole & {steps}
+    drafted = float(found.pop()) if len(found) == 1 else None
     return Totals(None, drafted, length - 1, steps, tree=tree, meta=meta)
 
 
