@@ -119,6 +119,7 @@ def test_a_profile_is_read_as_a_recording(tmp_path: Path, run: Run) -> None:
         ({"conditional_accept_rates": [1.7, 0.1, 0.1]}, "list of rates between 0 and 1"),
         ({"conditional_accept_rates": None, "marginal_accept_rates": None,
           "vectors_unavailable_reason": "block verification"}, "block verification"),
+        ({"acceptance_length_histogram": {"1": 9, "4": 1}}, "contradicts the acceptance rates"),
         ({"acceptance_length_histogram": {"9": 4}}, "histogram is 9, expected at most 4"),
         ({"acceptance_length_histogram": {"²": 4}}, "histogram is '²', expected a whole number"),
     ],

@@ -18,6 +18,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from policies.json_text import JSONError, parse_json
@@ -147,6 +148,7 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
     # One context determines no cost of context: its cells hold at every other.
     contexts = sorted({int(run.held) for run in runs} | ({0} if server.tells_context else set()))
     cost = server.central
+    costs = {name: np.array(value) for name, value in cost.items()}
     cells: list[list[Any]] = []
 
     def cell(model: str, phase: str, batch: int, tokens: int, context: int, seconds: float) -> None:
@@ -168,7 +170,8 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
     held = max(contexts[-1], 16)
     for tokens in sorted({1, *(2**i for i in range(4, held.bit_length())), held}):
         s, compute = cost["sharpness"], cost["prefill"] * cost["weights"] / server.computing_knee
-        work = (cost["weights"] ** s + (compute * tokens) ** s) ** (1 / s)
+        read = float(server.target.read_s(costs, np.array(tokens)))
+        work = (read**s + (compute * tokens) ** s) ** (1 / s)
         cell("target", "prefill", 1, tokens, 0, cost["fixed"] + work)
     meta = {
         "kind": "calibrated", "misfit": server.misfit, "runs": len(runs),
@@ -449,8 +452,8 @@ def _at_once(cap: Any, mean: Any, paced: bool) -> float | None:
         return None if cap is None or paced else float(cap)
     if cap is None:
         return float(mean)
-    cap, mean = float(cap), float(mean)
-    return min(cap, mean) if paced or mean < REACHED * cap else cap
+    limit, held = float(cap), float(mean)
+    return min(limit, held) if paced or held < REACHED * limit else limit
 
 
 def _drafting(record: Record) -> float:
