@@ -195,7 +195,10 @@ def fitted(
     if other is None:
         return server
     if server.stopping():
-        remark("runs with p-min are left out: they tell nothing of drafts at another acceptance")
+        remark(
+            "all drafts are taken as K tokens long: the runs do not tell where they stop at "
+            "another acceptance"
+        )
     return server.at_acceptance(other.known)
 
 

@@ -67,7 +67,7 @@ def headline(profile: SpeculationProfile) -> str:
     conditions = profile.conditions
     rounds = counted(conditions["rounds"], "round")
     short = conditions["rounds_left_out"]
-    left_out = f" ({counted(short, 'round')} with shorter drafts left out)" if short else ""
+    left_out = f" ({counted(short, 'round')} cut by a request's end left out)" if short else ""
     return (
         f"acceptance length {three_digits(profile.mean_length)} at draft length "
         f"{profile.longest}, from {rounds} of {counted(conditions['requests'], 'request')}"
@@ -78,13 +78,14 @@ def headline(profile: SpeculationProfile) -> str:
 def profile_of(recording: Recording, k: int | None = None) -> SpeculationProfile:
     """Return the profile of a recording at draft length `k`, by default its longest up to 8.
 
-    Only rounds that drafted all `k` tokens count: a request's end cuts the others.
-    Raises DraftsimError if no round did, or if drafts of `k` tokens were not recorded.
+    Rounds that a request's end cut are left out.  A position for which a lookup proposed nothing
+    counts as rejected.
+    Raises DraftsimError if no round can draft `k` tokens, or if such drafts were not recorded.
     """
     import numpy as np
 
     from commands.common.drafted import LONGEST
-    from simulator.aggregate.positions import of_trace
+    from simulator.aggregate.positions import judged, of_trace
     from simulator.tune.launch import METHODS
     from traces.errors import DraftsimError
     from traces.store.identity import model_label
@@ -99,7 +100,7 @@ def profile_of(recording: Recording, k: int | None = None) -> SpeculationProfile
     longest = k or min(trace.max_gamma or LONGEST, LONGEST)
     log = of_trace(recording.name, trace, longest).log
     assert log is not None
-    whole = log.rounds["drafted"] == longest
+    whole = judged(trace, log, longest) == longest
     if not whole.any():
         raise DraftsimError(
             f"no round of {recording.name} drafts {counted(longest, 'token')}: see --draft-length"

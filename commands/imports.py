@@ -135,11 +135,14 @@ def _trace(trace: Trace, out: Path) -> Rows:
 
 
 def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> None:
+    from simulator.aggregate.positions import reservation
+
     rows = totals.rows()
     summary = {
         "format": form, "rounds": totals.rounds, "drafted": totals.drafted,
         "accepted": totals.accepted, "accepted_per_round": totals.mean_accepted,
-        "tree": totals.tree, **measured(totals.meta),
+        "longest": totals.longest, "requests": totals.requests, "tree": totals.tree,
+        "differ": totals.differ, "drafting": totals.meta.get("drafting"), **measured(totals.meta),
     }  # fmt: skip
     lengths = _lengths(totals)
     more = {"counts": summary, "tokens_by_length": lengths}
@@ -160,6 +163,8 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
     elif totals.per_position is None:
         note("the totals bound the survival curve from both sides; no trace can be made of them")
     else:
+        if said := reservation(totals):
+            note(said)
         note(
             "counts do not hold rounds in order, so they make no trace: give the counters, or the "
             "JSON of --out, as --acceptance to simulate, serve, tune, capacity or sweep"

@@ -125,7 +125,7 @@ def recommend(
     batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
     with working("comparing draft lengths"):
         rows = choices(server, batches, level=level)
-        _check_tpot(rows, slo)
+        _check_tpot(server, rows, slo)
         suggestions = next_runs(server)
     suggestion = suggestions[0]
     document = setting(engine, rows, method)
@@ -166,8 +166,11 @@ def recommend(
     note(line, whole=True)
 
 
-def _check_tpot(rows: Sequence[PredictedSpeed], slo: str | None) -> None:
-    """Raise DraftsimError if even the fastest draft length misses the bound on TPOT."""
+def _check_tpot(server: ServerFit, rows: Sequence[PredictedSpeed], slo: str | None) -> None:
+    """Raise DraftsimError if even the fastest draft length misses the bound on TPOT.
+
+    A remark says where the runs do not tell TTFT, without which a miss is not certain.
+    """
     if slo is None:
         return
     from simulator.targets import parse_targets
@@ -175,16 +178,21 @@ def _check_tpot(rows: Sequence[PredictedSpeed], slo: str | None) -> None:
     targets = parse_targets(slo, share=False)
     if math.isfinite(targets.ttft_s):
         raise DraftsimError(
-            f"--slo {slo}: benchmark totals hold no TTFT: give tpot alone, or use `draftsim tune "
-            "--slo` with a latency table"
+            f"--slo {slo}: benchmark totals do not tell TTFT at other draft lengths: give tpot "
+            "alone, or use `draftsim tune --slo` with a latency table"
         )
     for row in rows:
-        # A request gets its share of the tokens per second: TPOT is concurrency over throughput.
-        tpot_s = row.batch / row.tokens_per_s.value
-        if tpot_s > targets.tpot_s:
+        speed, load = row.tokens_per_s.value, counted(row.batch, "request")
+        tpot_s = server.tpot_s(row.batch, speed)
+        if tpot_s is not None and tpot_s > targets.tpot_s:
             raise DraftsimError(
-                f"--slo {slo}: no draft length meets it at {counted(row.batch, 'request')}; the "
-                f"fastest, K = {row.k}, takes {1e3 * tpot_s:.3g} ms a token"
+                f"--slo {slo}: no draft length meets it at {load}; the fastest, K = {row.k}, takes "
+                f"{1e3 * tpot_s:.3g} ms a token"
+            )
+        if tpot_s is None and row.batch / speed > targets.tpot_s:
+            remark(
+                f"--slo {slo} cannot be checked at {load}: the {1e3 * row.batch / speed:.3g} ms a "
+                "token include the wait for the first token, which the runs do not tell"
             )
 
 

@@ -13,6 +13,9 @@ from policies.lengths.basic import Fixed
 from tests.conftest import Run
 from traces.errors import FileError
 from traces.replay.run import replay
+from traces.replay.vectorised import replay_many
+from traces.sources.as_draft import drafted_trace
+from traces.sources.registry import parse_source
 from traces.store.recordings import find_trace
 from traces.store.speculation_profile import (
     SpeculationProfile,
@@ -70,6 +73,20 @@ def test_a_recordings_profile_has_the_schemas_keys_and_its_own_rounds(
     assert again.conditional == pytest.approx(document["conditional_accept_rates"], abs=1e-5)
 
 
+def test_a_lookups_profile_counts_the_rounds_without_a_draft(tmp_path: Path, run: Run) -> None:
+    """Most searches for an n-gram find nothing here: their positions count as rejected."""
+    out = tmp_path / "speculation_profile.json"
+    run("export", "speculation-profile", "--trace", "bundled", "--source", "ngram",
+        "--draft-length", 3, "--out", out).ok()  # fmt: skip
+    trace = drafted_trace(find_trace("bundled"), parse_source("ngram"), {})
+    [log] = replay_many(trace, [("fixed", Fixed(3))])
+    found = read_profile(out)
+    assert found.mean_length == pytest.approx(log.rounds["emitted"].mean(), rel=0.02)
+    assert sum(found.histogram) > 0.9 * len(log)
+    same = run("doctor", out, "--against", "bundled", "--source", "ngram", "--draft-length", 3)
+    assert same.ok().err.startswith("as expected: ")
+
+
 def test_a_profile_is_read_as_a_recording(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "speculation_profile.json"
     profile = SpeculationProfile((0.7, 0.5, 0.3), method="eagle3", draft="head", target="model")
@@ -102,6 +119,7 @@ def test_a_profile_is_read_as_a_recording(tmp_path: Path, run: Run) -> None:
         ({"conditional_accept_rates": [1.7, 0.1, 0.1]}, "list of rates between 0 and 1"),
         ({"conditional_accept_rates": None, "marginal_accept_rates": None,
           "vectors_unavailable_reason": "block verification"}, "block verification"),
+        ({"acceptance_length_histogram": {"1": 9, "4": 1}}, "contradicts the acceptance rates"),
         ({"acceptance_length_histogram": {"9": 4}}, "histogram is 9, expected at most 4"),
         ({"acceptance_length_histogram": {"²": 4}}, "histogram is '²', expected a whole number"),
     ],

@@ -15,6 +15,7 @@ from simulator.aggregate.advice import PredictedSpeed, predicted
 from simulator.aggregate.benches import _length, read_benches
 from simulator.aggregate.doctor import diagnose
 from simulator.aggregate.hazard import Interval
+from simulator.aggregate.observed import read_acceptance
 from simulator.aggregate.positions import Positions, of_trace
 from simulator.aggregate.server import ServerRun, calibrate
 from simulator.tune.breakeven import grid, measured_surface
@@ -72,7 +73,7 @@ def test_settings_that_stop_early_are_left_out_at_another_acceptance(
     assert calibrate(read_benches([str(path)]).runs).stopping()
     words = ("recommend", "--engine", "llamacpp", "--bench", path, "--acceptance", "0.3,0.1,0.03")
     done = run(*words).ok()
-    assert "runs with p-min are left out" in done.err
+    assert "all drafts are taken as K tokens long" in done.err
     assert "p-min 0.75" not in done.out
 
 
@@ -118,8 +119,13 @@ def test_a_headline_is_of_the_context_that_was_named(run: Run, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "length"), [("plain-8k-16", None), ("run-k3", 3), ("spec-4", 4), ("c8_K=2", 2)]
-)
+    ("name", "length"),
+    [
+        ("plain-8k-16", None), ("run-k3", 3), ("spec-4", 4), ("c8_K=2", 2), ("k0-c4", 0),
+        ("k8s-off", None), ("llama-spec-8b-off", None), ("no-spec-4", None), ("nospec-k4", None),
+        ("off-k4", None), ("no-cache-k4", 4),
+    ],
+)  # fmt: skip
 def test_a_file_name_says_a_draft_length_or_none(name: str, length: int | None) -> None:
     class Fields:
         k, accepted = None, ()
@@ -169,17 +175,20 @@ def scrape(drafts: int, drafted: int, positions: list[int], more: str = "") -> s
     return SCRAPE.format(drafts=drafts, drafted=drafted, accepted=sum(positions)) + lines + more
 
 
+NGRAM = scrape(
+    400, 1600, [300, 200, 100, 50],
+    "vllm:generation_tokens_total 1660\nvllm:request_success_total 10\n",
+)  # fmt: skip
+"""Counters of 1,000 steps of which n-grams drafted in 400."""
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         # Half of the drafts have four tokens, half one; every token is accepted 8 times in 10.
         (scrape(1000, 2500, [800, 320, 256, 205]), "its drafts differ in length"),
         (scrape(1000, 4000, [800, 640, 512, 410]), ""),
-        (
-            scrape(400, 1600, [300, 200, 100, 50],
-                   "vllm:generation_tokens_total 1660\nvllm:request_success_total 10\n"),
-            "40% of the steps had a draft",
-        ),
+        (NGRAM, "40% of the steps had a draft"),
     ],
 )  # fmt: skip
 def test_counters_say_what_they_do_not_tell(text: str, said: str, run: Run, tmp_path: Path) -> None:
@@ -188,6 +197,28 @@ def test_counters_say_what_they_do_not_tell(text: str, said: str, run: Run, tmp_
     done = run("doctor", path, "--against", "0.8").ok()
     assert said in done.err
     assert bool(said) == ("metrics.txt: " in done.err)
+
+
+@pytest.mark.parametrize(
+    "text", [NGRAM, scrape(30, 90, [10, 4, 2]), scrape(1000, 2500, [800, 320, 256, 205])]
+)
+def test_counts_that_import_wrote_say_what_the_log_says(
+    text: str, run: Run, tmp_path: Path
+) -> None:
+    """Rounds, the steps without a draft among them, and what the counts do not tell."""
+    log, out = tmp_path / "metrics.txt", tmp_path / "counts.json"
+    log.write_text(text)
+    imported = run("import", "prometheus", log, "--out", out).ok()
+    told, again = (read_acceptance(str(file)) for file in (log, out))
+    assert again.known == told.known
+    assert again.rounds == told.rounds
+    assert again.reached.tolist() == told.reached.tolist()
+    assert again.note == told.note
+    assert told.note in " ".join(imported.err.split())
+    if text is NGRAM:
+        assert told.known[4] == pytest.approx(1 + 650 / 1000)
+    against = ("--against", "0.5", "--json", "-")
+    assert run("doctor", out, *against).document == run("doctor", log, *against).document
 
 
 def test_lengths_that_differ_as_sound_runs_do_are_as_expected() -> None:

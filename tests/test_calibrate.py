@@ -440,6 +440,17 @@ def test_the_table_of_a_fit_holds_every_load_of_its_runs(server: ServerFit) -> N
     assert (cells["median_s"] >= 0).all()
 
 
+def test_prompts_of_a_mixture_read_its_experts() -> None:
+    """A prompt of few tokens takes at least the time of reading what they choose."""
+    runs = [ServerRun(b, 0, s, prompt=500.0, answer=200.0) for b, s in ((1, 60.0), (8, 300.0))]
+    server = calibrate(runs, target=Target(experts=(128, 4)))
+    cells = latency_table(server).cells
+    prompts = cells[cells["phase"] == "prefill"]
+    tokens = prompts["new_tokens"].to_numpy()
+    read = server.target.read_s(server.central, tokens)  # type: ignore[arg-type]
+    assert (prompts["median_s"].to_numpy() >= server.central["fixed"] + read).all()
+
+
 def test_tokens_of_a_step_reach_more_experts_until_all_are_read() -> None:
     """Passes of one token read the chosen experts alone, those of many tokens all of them."""
     target = Target(experts=(128, 4))

@@ -149,6 +149,29 @@ def test_gauges_alone_are_means_of_unknown_rounds(tmp_path: Path, run: Run) -> N
         counts("prometheus", written(tmp_path, SGLANG.format(length=0.0, rate=0.0)))
 
 
+@pytest.mark.parametrize(
+    ("length", "rate", "drafted"),
+    [
+        (2.45, 2.45 / 5, 4),  # of 5 proposed with the bonus token's place
+        (2.45, 1.45 / 4, 4),  # of 4 proposed
+        (2.0, 1 / 3, None),  # either: 2 of 6, or 1 of 3
+        (2.45, 0.4321, None),
+    ],
+)
+def test_a_gauge_tells_the_draft_length_where_one_reading_alone_is_whole(
+    length: float, rate: float, drafted: int | None, tmp_path: Path, run: Run
+) -> None:
+    file = written(tmp_path, SGLANG.format(length=length, rate=rate))
+    assert counts("prometheus", file).drafted == drafted
+    told = run("doctor", file, "--draft-length", 5, "--against", "0.5")
+    if drafted is None:
+        assert f"{length:.2f} tokens per round at K = 5" in " ".join(told.ok().err.split())
+        assert "give the acceptance length" in run("doctor", file, "--against", "0.5").refusal
+    else:
+        assert "counts drafts of 4, and the draft length is 5" in told.refusal
+        run("doctor", file, "--draft-length", 4, "--against", "0.5").ok()
+
+
 def test_tensorrt_llm_by_position(tmp_path: Path) -> None:
     totals = counts("prometheus", written(tmp_path, TRTLLM))
     assert (totals.rounds, totals.drafted, totals.accepted) == (30, 75, 30)

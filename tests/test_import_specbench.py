@@ -211,6 +211,11 @@ def test_baseline_prices_each_turn(tmp_path: Path) -> None:
     assert about["spread_s"] == pytest.approx(0.005)
     assert about["per_token_s"] == pytest.approx(0.74 / 16)
     assert about["speedup"] == pytest.approx((12 / 0.12) * (0.74 / 16))
+    # Other questions of the baseline are not compared.
+    other = row(3, [1] * 9)
+    other["choices"][0]["wall_time"] = [9.0]
+    more = import_specbench(log, baseline=write_rows(tmp_path / "plain", [*ones, other]))
+    assert more.meta["baseline"] == about
     with pytest.raises(FileError, match="no question 2, turn 1"):
         import_specbench(log, baseline=write_rows(tmp_path / "plain", ones[:1]))
 

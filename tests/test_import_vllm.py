@@ -11,7 +11,7 @@ import pytest
 
 from policies.lengths.basic import Fixed
 from tests.conftest import Run
-from tests.logs import import_vllm
+from tests.logs import SUMMARY, counts, import_vllm
 from traces.acceptance.survival import survival
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN
@@ -123,3 +123,9 @@ def test_a_log_without_drafts_is_one_line(tmp_path: Path, run: Run) -> None:
     ran = run("import", "vllm", source, "--out", log)
     assert "is a log without speculation, no request drafted a token" in ran.refusal
     assert not log.exists()
+
+
+def test_responses_without_metrics_are_left_out_of_summaries(tmp_path: Path) -> None:
+    totals = counts("vllm", write(tmp_path / "f", SUMMARY, {"id": "x"}))
+    assert totals.requests == 1
+    assert totals.meta["left_out"] == [f"{tmp_path / 'f'} line 2: no metrics"]

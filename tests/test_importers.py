@@ -144,6 +144,44 @@ def test_sglang_with_and_without_a_histogram(tmp_path: Path) -> None:
         counts("sglang", written(tmp_path, bad))
 
 
+def test_sglang_that_proposes_more_than_it_ever_accepts_may_have_drafted_trees(
+    tmp_path: Path,
+) -> None:
+    """The histogram ends with the most that a verification accepted: 3 of 5 here."""
+    info = {
+        "spec_verify_ct": 20, "completion_tokens": 40, "spec_num_proposed_drafts": 100,
+        "spec_num_correct_drafts": 19, "spec_correct_drafts_histogram": [10, 3, 5, 2],
+    }  # fmt: skip
+    file = written(tmp_path, {"meta_info": info})
+    with pytest.raises(FileError, match=r"accepts at most 3: a tree, or a chain of 5; --draft-len"):
+        counts("sglang", file)
+    totals = counts("sglang", file, draft_lengths="fixed:5")
+    assert (totals.longest, totals.per_position) == (5, [10, 7, 2, 0, 0])
+    assert totals.fixed_length
+    for wrong in ("fixed:3", "fixed:6"):
+        with pytest.raises(FileError, match="are no drafts of"):
+            counts("sglang", file, draft_lengths=wrong)
+    file = written(tmp_path, {"meta_info": {**info, "spec_num_proposed_drafts": 90}})
+    with pytest.raises(FileError, match=r"a tree, or chains of several lengths$"):
+        counts("sglang", file)
+
+
+def test_a_mean_near_a_whole_number_is_no_draft_length(tmp_path: Path) -> None:
+    """Requests of 50 rounds with drafts of 8, or of 5 to 11 tokens, 7.9 on average."""
+
+    def answered(drafted: int) -> dict[str, Any]:
+        return {"timings": {"predicted_n": 151, "draft_n": drafted, "draft_n_accepted": 100}}
+
+    for lengths, fixed in (((390, 395, 400), True), ((250, 550, 385), False)):
+        lines = "\n".join(json.dumps(answered(n)) for n in lengths)
+        totals = counts("llamacpp", written(tmp_path, lines))
+        assert (totals.reach, totals.drafted, totals.fixed_length) == (8, 1185, fixed)
+    keys = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
+    for pairs, fixed in ((((4, 32), (4, 31)), True), (((4, 20), (4, 43)), False)):
+        rows = [{"specDecodingStats": dict(zip(keys, (*pair, 4), strict=True))} for pair in pairs]
+        assert counts("tensorrt-llm", written(tmp_path, rows)).fixed_length is fixed
+
+
 def test_llamacpp(tmp_path: Path) -> None:
     totals = counts("llamacpp", written(tmp_path, LLAMACPP))
     assert (totals.rounds, totals.drafted, totals.accepted) == (7, 12, 9)
@@ -284,7 +322,7 @@ def changed(name: str, path: str, value: Any) -> Any:
          "per_step_drafted holds 1,099,511,627,776, expected at most 4,096"),
         ("vllm", "usage", "x", "usage is 'x', expected an object"),
         ("sglang", "meta_info.spec_correct_drafts_histogram", {}, "no list of whole numbers"),
-        ("sglang", "meta_info.spec_num_proposed_drafts", 10**15, "tokens drafted in 33 rounds"),
+        ("sglang", "meta_info.spec_num_proposed_drafts", 10**15, "in 33 rounds, expected at"),
         ("aiperf", "spec_decode_acceptance.per_step_accepted", 1, "per_step_accepted is no list"),
         ("eagle", "choices.0.wall_time", [float("inf"), 1.0], "wall_time=inf: expected"),
         ("by-start", "acc_eagle.acc_len", [2**70, 1, 1], "acc_eagle holds 1,180,591,620,717,411"),

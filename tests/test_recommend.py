@@ -13,21 +13,27 @@ from typing import Any
 import pytest
 
 from simulator.aggregate.benches import read_benches
+from simulator.aggregate.server import calibrate
 from simulator.tune.formats import check_settings
 from tests.conftest import Run
 from tests.logs import vllm_counters
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 
 pytestmark = pytest.mark.usefixtures("short_chains")
 
 
 def served(concurrency: int, speed: float, accepted: tuple[float, ...] = ()) -> dict[str, Any]:
-    """A result as `vllm bench serve --save-result` writes it (the fields that are read)."""
+    """A result as `vllm bench serve --save-result` writes it (the fields that are read).
+
+    The requests stay as long as the speed says if all of them always run (Little's law).
+    """
     row: dict[str, Any] = {
         "backend": "vllm", "model_id": "org/target", "completed": 64,
         "total_input_tokens": 64 * 900, "total_output_tokens": 64 * 256,
         "request_throughput": speed / 256, "output_throughput": speed,
-        "max_concurrency": concurrency, "mean_ttft_ms": 60.0, "mean_tpot_ms": 10.0,
+        "max_concurrency": concurrency, "mean_ttft_ms": 60.0,
+        "mean_tpot_ms": (concurrency * 256 / speed * 1e3 - 60.0) / 255,
     }  # fmt: skip
     if accepted:
         row |= {
@@ -96,16 +102,34 @@ def test_acceptance_is_that_of_all_steps_if_some_had_no_draft(tmp_path: Path) ->
         "spec_decode_draft_tokens": 1300, "spec_decode_accepted_tokens": 1080,
         "num_speculative_tokens": 2,
     }  # fmt: skip
+    del row["mean_ttft_ms"]  # of other lengths
     written(tmp_path, {"ngram": row})
     found = read_benches([str(tmp_path / "ngram.json")])
     assert found.runs[0].accepted == pytest.approx((0.2, 0.1))
     assert found.runs[0].round_tokens == pytest.approx((3600 + 1080) / 3600)
+    assert found.runs[0].drafted == pytest.approx(1300 / 3600)
     assert "25% of the steps had a draft" in found.notes[0]
     # Requests that end take some drafts away everywhere.
     row["spec_decode_num_drafts"] = 3400
     written(tmp_path, {"head": row})
     found = read_benches([str(tmp_path / "head.json")])
     assert (found.runs[0].accepted, found.notes) == ((0.8, 0.4), [])
+
+
+def test_drafts_that_differ_in_length_keep_all_positions(tmp_path: Path) -> None:
+    """Half of the drafts have 2 tokens, half 8, as suffix decoding's or a dynamic K's."""
+    survival = [(0.6**k * (k <= 2) + 0.9**k) / 2 for k in range(1, 9)]
+    row = {**served(4, 450.0, tuple(survival)), "spec_decode_draft_tokens": 5000}
+    folder = written(tmp_path, {"plain": served(4, 256.0), "suffix": row})
+    for text in (folder / "suffix.json", f"{folder}/suffix.json@8"):
+        [run] = read_benches([str(text)]).runs
+        assert (run.k, run.drafted, run.accepted) == (8, 5.0, tuple(survival))
+    server = calibrate(read_benches([str(folder)]).runs)
+    # The longest draft length is predicted with the drafts that it had.
+    assert [(run.k, run.verified) for run in server.stopping()] == [(8, 5.0)]
+    # Drafts of one length.
+    written(tmp_path, {"head": served(4, 450.0, ACCEPTED)})
+    assert read_benches([str(tmp_path / "head.json")]).runs[0].drafted is None
 
 
 def test_counters_say_what_runs_do_not(tmp_path: Path, run: Run) -> None:
@@ -186,12 +210,13 @@ def test_other_programs_results_are_read(tmp_path: Path) -> None:
         name: {"successful": {"mean": value}} for name, value in (
             ("request_concurrency", 7.9), ("output_tokens_per_second", 500.0),
             ("prompt_token_count", 256.0), ("output_token_count", 128.0),
+            ("time_to_first_token_ms", 40.0),
         )
     }}]}  # fmt: skip
     aiperf = {
         "output_token_throughput": {"unit": "tokens/sec", "avg": 410.0},
         "input_sequence_length": {"avg": 300.0}, "output_sequence_length": {"avg": 100.0},
-        "input_config": {"loadgen": {"concurrency": 4}},
+        "input_config": {"loadgen": {"concurrency": 4}}, "time_to_first_token": {"avg": 50.0},
     }  # fmt: skip
     (tmp_path / "sglang.jsonl").write_text(json.dumps(sglang) + "\n" + json.dumps(sglang) + "\n")
     (tmp_path / "guide.json").write_text(json.dumps(guide))
@@ -203,9 +228,10 @@ def test_other_programs_results_are_read(tmp_path: Path) -> None:
     ])  # fmt: skip
     told = [(run.batch, run.k, run.tokens_per_s, run.prompts) for run in found.runs]
     assert told[:2] == [(4, 3, 300.0, 900 / 256)] * 2
-    assert told[2] == (8, 0, 500.0, 2.0)
+    assert told[2] == (8, 0, pytest.approx(500.0 * 8 / 7.9), 2.0)
     assert told[3] == (4, 0, 410.0, 3.0)
     assert told[4][:3] == (2, 0, 150.0)
+    assert [run.ttft_s for run in found.runs] == [0.06, 0.06, 0.04, 0.05, None]
     assert sum("taken as a run without it" in line for line in found.notes) == 2
 
 
@@ -281,20 +307,53 @@ def test_a_speculating_run_without_a_draft_length_is_no_run_without_speculation(
     tree = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3,
             "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}  # fmt: skip
     path = tmp_path / "run.jsonl"
-    for server in ({}, {"server_info": tree}):
-        path.write_text(json.dumps({**row, **server}) + "\n")
-        with pytest.raises(DraftsimError, match=r"no draft length: write .*@K"):
-            read_benches([str(path)])
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DraftsimError, match=r"no draft length: write .*@K"):
+        read_benches([str(path)])
     assert read_benches([f"{path}@3"]).runs[0].k == 3
+    # No draft length makes a chain of a tree.
+    path.write_text(json.dumps({**row, "server_info": tree}) + "\n")
+    for text in (str(path), f"{path}@3"):
+        with pytest.raises(DraftsimError, match=r"drafted trees \(speculative_eagle_topk 4\)"):
+            read_benches([text])
 
 
-def test_without_a_concurrency_littles_law_gives_it(tmp_path: Path) -> None:
-    row = served(0, 640.0)
-    row["max_concurrency"] = None
+@pytest.mark.parametrize("held", [0.3, 1.04, 11.5])
+@pytest.mark.parametrize("cap", [None, 64])
+def test_a_request_rate_leaves_littles_law(cap: int | None, held: float, tmp_path: Path) -> None:
+    """Requests at once are their rate times their stay, and each keeps its measured speed."""
+    row = {**served(64, 640.0), "max_concurrency": cap, "request_rate": 2.5}
+    row["mean_tpot_ms"] = (held / 2.5 * 1e3 - 60.0) / 255
     path = tmp_path / "rate.json"
     path.write_text(json.dumps(row))
-    stay_s = 0.06 + 0.01 * 255
-    assert read_benches([f"{path}@0"]).runs[0].batch == round(640 / 256 * stay_s)
+    found = read_benches([f"{path}@0"])
+    batch = max(1, round(held))
+    assert found.runs[0].batch == batch
+    assert found.runs[0].tokens_per_s == pytest.approx(640.0 * batch / held)
+    below = "" if cap is None else ", below its limit of 64"
+    assert f"ran at {three_digits(held)} requests at once on average{below}" in found.notes[0]
+    # Without a rate the limit is reached, unless too few requests came.
+    path.write_text(json.dumps({**row, "request_rate": "inf"}))
+    assert read_benches([f"{path}@0"]).runs[0].batch == batch
+    if cap is not None:
+        # SGLang measures the mean itself; times alone do not tell it if requests come at a rate.
+        path.write_text(json.dumps({**row, "concurrency": 60.9}))
+        assert read_benches([f"{path}@0"]).runs[0].batch == 61
+        path.write_text(json.dumps({**row, "request_rate": "inf", "concurrency": 60.9}))
+        assert read_benches([f"{path}@0"]).runs[0].batch == 64
+        del row["mean_ttft_ms"]
+        path.write_text(json.dumps(row))
+        with pytest.raises(DraftsimError, match="a fixed one and no request rate"):
+            read_benches([f"{path}@0"])
+
+
+def test_aiperf_at_a_request_rate_ran_at_its_mean_concurrency(tmp_path: Path) -> None:
+    told = aiperf(64, 410.0)
+    path = tmp_path / "aiperf.json"
+    for phase in ({"rate": 4.1}, {}):
+        told["input_config"]["phases"][1] |= phase
+        path.write_text(json.dumps(told))
+        assert read_benches([str(path)]).runs[0].batch == 8
 
 
 @pytest.mark.parametrize(
@@ -305,7 +364,10 @@ def test_without_a_concurrency_littles_law_gives_it(tmp_path: Path) -> None:
         ("not json", "is not JSON"),
         (json.dumps({**served(1, 10.0), "completed": 0}), "lacks or misstates"),
         (json.dumps({**served(1, 10.0), "output_throughput": -1}), "tokens_per_s is -1, expected"),
-        (json.dumps({**served(1, 10.0), "max_concurrency": float("inf")}), "has no concurrency"),
+        (
+            json.dumps({**served(1, 10.0), "max_concurrency": None, "concurrency": float("inf")}),
+            "has no concurrency",
+        ),
         (
             json.dumps({**served(1, 10.0), "spec_decode_num_drafts": 1e-300,
                         "spec_decode_draft_tokens": 1e300}),
@@ -339,7 +401,24 @@ def test_a_bound_on_tpot_is_kept_or_refused(tmp_path: Path, run: Run) -> None:
     missed = run("recommend", "--bench", folder, "--batch", "32", "--slo", "tpot=2ms")
     assert "no draft length meets it at 32 requests" in missed.refusal
     late = run("recommend", "--bench", folder, "--slo", "ttft=1s,tpot=20ms")
-    assert "hold no TTFT" in late.refusal
+    assert "do not tell TTFT" in late.refusal
+
+
+@pytest.mark.parametrize("bound", [9, 11])
+def test_a_bound_on_tpot_leaves_out_the_first_token(bound: int, tmp_path: Path, run: Run) -> None:
+    """Requests wait 0.5 s for the first token and take 10 ms for each of 49 others."""
+    row = {**served(1, 50 / 0.99), "total_output_tokens": 64 * 50, "mean_ttft_ms": 500.0,
+           "mean_tpot_ms": 10.0, "request_throughput": 1 / 0.99}  # fmt: skip
+    slower = {**row, "output_throughput": 40.0, "request_throughput": 0.8, "accept_length": 1.5}
+    folder = written(tmp_path / "results", {"k0": row, "k1": slower})
+    asked = ("recommend", "--bench", folder, "--batch", "1", "--slo", f"tpot={bound}ms")
+    ran = run(*asked)
+    assert ran.code == (2 if bound < 10 else 0), ran.err
+    # Without TTFT the time includes that of the first token, which is no proof.
+    csv = tmp_path / "runs.csv"
+    csv.write_text("batch,k,tokens_per_s,emitted\n1,0,50.5,\n1,1,40,1.5\n")
+    told = run("recommend", "--bench", csv, "--slo", f"tpot={bound}ms").ok()
+    assert f"--slo tpot={bound}ms cannot be checked at 1 request" in " ".join(told.err.split())
 
 
 def test_where_nothing_gains_no_speculation_is_recommended(tmp_path: Path, run: Run) -> None:
@@ -422,8 +501,9 @@ def test_notes_on_a_file_are_said_once_and_only_where_they_hold(tmp_path: Path) 
         (tmp_path / f"{name}.json").write_text(json.dumps({"benchmarks": [one, one]}))
     told = [str(tmp_path)]
     assert [note.rpartition(": ")[2] for note in read_benches(told).notes] == [
+        f"K = 3 is read from its name; otherwise write {tmp_path}/k3.json@K",
         "it is estimated from the speeds",
         "does not mention speculation, so it is taken as a run without it (K = 0); otherwise "
         f"write {tmp_path}/plain.json@K",
     ]
-    assert len(read_benches(told, acceptance_told=True).notes) == 1
+    assert len(read_benches(told, acceptance_told=True).notes) == 2

@@ -15,7 +15,9 @@ from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
 from traces.store.files import write_latency, write_trace
 from traces.store.recordings import (
+    BUNDLED,
     ELSEWHERE,
+    Defaulted,
     find_latency,
     find_trace,
     folder_of,
@@ -130,3 +132,20 @@ def test_a_trace_elsewhere_is_in_a_folder_next_to_this_one(tmp_path: Path, name:
     (folder / ELSEWHERE).write_text(json.dumps({"trace": name}))
     with pytest.raises(FileError, match=r"elsewhere.json: names no trace: unpack"):
         trace_folder(folder)
+
+
+def test_a_folder_with_a_bundled_recordings_name_is_not_confused_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = synthetic_trace(0.5, requests=1, tokens=7)
+    (tmp_path / "smollm2-cpu").mkdir()
+    write_trace(own, tmp_path / "smollm2-cpu" / "trace.parquet")
+    monkeypatch.chdir(tmp_path)
+    assert find_trace("./smollm2-cpu").tokens == 7
+    with pytest.raises(FileError, match=r"and a folder here: write \./smollm2-cpu for the folder"):
+        find_trace("smollm2-cpu")
+    for bundled in (BUNDLED / "smollm2-cpu", Defaulted("smollm2-cpu"), "bundled"):
+        assert find_trace(bundled).tokens > 7
+    with pytest.raises(FileError, match="no such file"):
+        find_trace("./bundled")
+    assert folder_of("./smollm2-cpu") == Path("smollm2-cpu")

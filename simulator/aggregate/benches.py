@@ -9,6 +9,7 @@ table of the calibrated server.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +18,12 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from policies.json_text import JSONError, parse_json
 from simulator.aggregate.server import ServerFit, ServerRun
+from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.importers.metrics import SELDOM
 from traces.latency.schema import CELL_COLUMNS
@@ -142,6 +145,7 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
     # One context determines no cost of context: its cells hold at every other.
     contexts = sorted({int(run.held) for run in runs} | ({0} if server.tells_context else set()))
     cost = server.central
+    costs = {name: np.array(value) for name, value in cost.items()}
     cells: list[list[Any]] = []
 
     def cell(model: str, phase: str, batch: int, tokens: int, context: int, seconds: float) -> None:
@@ -163,7 +167,8 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
     held = max(contexts[-1], 16)
     for tokens in sorted({1, *(2**i for i in range(4, held.bit_length())), held}):
         s, compute = cost["sharpness"], cost["prefill"] * cost["weights"] / server.computing_knee
-        work = (cost["weights"] ** s + (compute * tokens) ** s) ** (1 / s)
+        read = float(server.target.read_s(costs, np.array(tokens)))
+        work = (read**s + (compute * tokens) ** s) ** (1 / s)
         cell("target", "prefill", 1, tokens, 0, cost["fixed"] + work)
     meta = {
         "kind": "calibrated", "misfit": server.misfit, "runs": len(runs),
@@ -179,6 +184,8 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
     return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)
 
 
+REACHED = 0.8
+"""A benchmark kept its limit of requests at once if their mean was this part of it, or more."""
 MOST_BYTES = 256 * 2**20
 """A larger file is no summary of benchmarks."""
 ESTIMATED = "says no acceptance: it is estimated from the speeds"
@@ -200,6 +207,7 @@ class Benchmarks(NamedTuple):
 
 class _Fields(NamedTuple):
     concurrency: float | None
+    """Requests at once, on average."""
     tokens_per_s: float
     prompt: float | None
     answer: float | None
@@ -209,6 +217,11 @@ class _Fields(NamedTuple):
     model: str | None = None
     drafting: float = 1.0
     """Part of the steps that had a draft; acceptance is that of all steps."""
+    cap: float | None = None
+    """Limit that the benchmark set on requests at once."""
+    drafted: float | None = None
+    """Mean tokens drafted in a step."""
+    ttft_s: float | None = None
 
 
 def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benchmarks:
@@ -282,6 +295,8 @@ def _read(path: Path, k: int | None) -> Benchmarks:
                 f"{path}: does not mention speculation, so it is taken as a run without it "
                 f"(K = 0); otherwise write {path}@K"
             )
+        elif length and k is None and fields.k is None and not fields.accepted:
+            notes.append(f"{path}: K = {length} is read from its name; otherwise write {path}@K")
         if length and not fields.accepted and fields.emitted is None:
             notes.append(f"{path}: {ESTIMATED}")
         if fields.drafting < 1:
@@ -289,17 +304,25 @@ def _read(path: Path, k: int | None) -> Benchmarks:
                 f"{path}: {fields.drafting:.0%} of the steps had a draft: acceptance is taken over "
                 "all steps"
             )
-        if fields.concurrency is None or not 0.5 <= fields.concurrency <= MOST:
+        if fields.concurrency is None or not 0 < fields.concurrency <= MOST:
             raise DraftsimError(
-                f"{where}: has no concurrency: run the benchmark with a fixed one "
-                "(vLLM, SGLang: --max-concurrency; AIPerf: --concurrency)"
+                f"{where}: has no concurrency: run the benchmark with a fixed one and no request "
+                "rate (vLLM, SGLang: --max-concurrency; AIPerf: --concurrency)"
+            )
+        batch = max(1, round(fields.concurrency))
+        if fields.concurrency != (fields.cap or batch):
+            below = f", below its limit of {fields.cap:g}" if fields.cap else ""
+            notes.append(
+                f"{where}: ran at {three_digits(fields.concurrency)} requests at once on "
+                f"average{below}: taken as {batch}, each as fast as measured"
             )
         try:
             runs.append(ServerRun(
-                max(1, round(fields.concurrency)), length, fields.tokens_per_s,
+                batch, length, fields.tokens_per_s * batch / fields.concurrency,
                 emitted=fields.emitted if length and not fields.accepted else None,
                 accepted=fields.accepted if length else (),
-                prompt=fields.prompt, answer=fields.answer,
+                prompt=fields.prompt, answer=fields.answer, drafted=_drafted(fields, length),
+                ttft_s=fields.ttft_s,
             ))  # fmt: skip
         except DraftsimError as error:
             raise DraftsimError(f"{where}: {error}") from None
@@ -307,8 +330,16 @@ def _read(path: Path, k: int | None) -> Benchmarks:
     return Benchmarks(runs, models[0] if models else None, notes)
 
 
+def _drafted(fields: _Fields, length: int) -> float | None:
+    """Return the mean tokens drafted in a step; None if all had `length`, or no count says."""
+    if fields.drafted is None or not length or fields.drafted >= length:
+        return None
+    accepted = sum(fields.accepted) or (fields.emitted or 1) - 1
+    return max(fields.drafted, accepted)  # equal up to rounding where all were accepted
+
+
 def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
-    """Return the draft length: as given, as counted, or as the file's name says (k3, spec-3).
+    """Return the draft length: as given, as counted, or as the file's name says (`_named`).
 
     ``k`` is that of ``FILE@K``.  Counts of drafts may tell a mean, below it.  Raises DraftsimError
     if the run contradicts it.
@@ -317,15 +348,22 @@ def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
     if told is None and fields.accepted:
         told = len(fields.accepted)
     if told is None:
-        name = path.absolute().parent.name if path.name in SAME_NAME else path.stem
-        named = re.search(r"(?:^|[^a-z0-9])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?!\d)",
-                          name.lower())  # fmt: skip
-        told = int(named[1]) if named else None
+        told = _named(path)
     if told is None or k is None:
         return told if k is None else k
     if told > k or (k and not told):
         raise DraftsimError(f"{path}@{k}: a run there says K = {told}: drop @{k}")
     return k
+
+
+def _named(path: Path) -> int | None:
+    """Return the draft length in a file's name; None if it has none, or an "off" before it."""
+    name = (path.absolute().parent.name if path.name in SAME_NAME else path.stem).lower()
+    found = re.search(
+        r"(?:^|[^a-z0-9])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?![a-z0-9])", name
+    )
+    off = r"(?:^|[^a-z])(?:no|non|without|off)[-_]?(?:spec)?$"
+    return None if found is None or re.search(off, name[: found.start()]) else int(found[1])
 
 
 def _records(path: Path) -> list[Mapping[str, Any]]:
@@ -355,6 +393,8 @@ def _fields(record: Record, where: str) -> _Fields:
             return _guidellm(record)
         if "output_token_throughput" in record and "output_sequence_length" in record:
             return _aiperf(record)
+    except DraftsimError as error:
+        raise DraftsimError(f"{where}: {error}") from None
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise DraftsimError(f"{where}: lacks or misstates {error}") from None
     raise DraftsimError(
@@ -368,14 +408,16 @@ def _serve(record: Record) -> _Fields:
     completed = float(record["completed"])
     prompt = float(record["total_input_tokens"]) / completed
     answer = float(record["total_output_tokens"]) / completed
-    concurrency = record.get("max_concurrency") or record.get("concurrency")
-    if concurrency is None and "mean_ttft_ms" in record and "mean_tpot_ms" in record:
+    cap = record.get("max_concurrency") or None
+    mean = record.get("concurrency")  # SGLang measures it
+    if mean is None and "mean_ttft_ms" in record and "mean_tpot_ms" in record:
         # Little's law: requests at once are their rate times their stay.
         stay = float(record["mean_ttft_ms"]) + float(record["mean_tpot_ms"]) * (answer - 1)
-        concurrency = float(record["request_throughput"]) * stay / 1e3
+        mean = float(record["request_throughput"]) * stay / 1e3
+    paced = record.get("request_rate") not in (None, "inf", math.inf)
     server = record.get("server_info") or {}  # SGLang's options
-    drafts, drafted = (record.get(f"spec_decode_{n}") for n in ("num_drafts", "draft_tokens"))
-    k = round(float(drafted) / float(drafts)) if drafts and drafted is not None else None
+    drafts, tokens = (record.get(f"spec_decode_{n}") for n in ("num_drafts", "draft_tokens"))
+    drafted = float(tokens) / float(drafts) if drafts and tokens is not None else None
     positions = record.get("spec_decode_per_position_acceptance_rates") or ()
     emitted = record.get("spec_decode_acceptance_length") or record.get("accept_length")
     drafting = _drafting(record)
@@ -385,13 +427,31 @@ def _serve(record: Record) -> _Fields:
     named = _speculative(record)
     if named is None and server:
         named = _steps(server)
-    length = k if named is None else int(named)
+    # Lengths of drafts may differ: their mean is no draft length where positions are told.
+    length = len(positions) or (None if drafted is None else round(drafted))
+    if named is not None:
+        length = int(named)
     return _Fields(
-        None if concurrency is None else float(concurrency), float(record["output_throughput"]),
-        prompt, answer, tuple(float(p) for p in positions)[:length],
+        _at_once(cap, mean, paced), float(record["output_throughput"]), prompt, answer,
+        tuple(float(p) for p in positions)[:length],
         None if emitted is None else float(emitted), length,
-        record.get("model_id") or server.get("model_path"), drafting=drafting,
+        record.get("model_id") or server.get("model_path"), drafting=drafting, cap=cap,
+        drafted=None if drafted is None else drafting * drafted,
+        ttft_s=float(record["mean_ttft_ms"]) / 1e3 if "mean_ttft_ms" in record else None,
     )  # fmt: skip
+
+
+def _at_once(cap: Any, mean: Any, paced: bool) -> float | None:
+    """Return requests at once: the benchmark's limit, or their mean where it stayed below.
+
+    ``paced`` requests arrive at a rate, which may keep them below the limit.
+    """
+    if mean is None:
+        return None if cap is None or paced else float(cap)
+    if cap is None:
+        return float(mean)
+    limit, held = float(cap), float(mean)
+    return min(limit, held) if paced or held < REACHED * limit else limit
 
 
 def _drafting(record: Record) -> float:
@@ -406,11 +466,14 @@ def _drafting(record: Record) -> float:
 
 
 def _steps(server: Record) -> int | None:
-    """Draft length of an SGLang server; None for trees, which have no single one."""
+    """Return the draft length of an SGLang server, if it says; raise DraftsimError for trees."""
     if not server.get("speculative_algorithm"):
         return 0 if "speculative_algorithm" in server else None
-    if (server.get("speculative_eagle_topk") or 1) > 1:
-        return None
+    if (branches := server.get("speculative_eagle_topk") or 1) > 1:
+        raise DraftsimError(
+            f"drafted trees (speculative_eagle_topk {branches}), which are not predicted: "
+            "benchmark chains (--speculative-eagle-topk 1)"
+        )
     steps, tokens = (server.get(f"speculative_num_{n}") for n in ("steps", "draft_tokens"))
     return int(steps) if steps else int(tokens) - 1 if tokens else None
 
@@ -436,6 +499,7 @@ def _guidellm(record: Record) -> _Fields:
     return _Fields(
         mean("request_concurrency"), mean("output_tokens_per_second"),
         mean("prompt_token_count"), mean("output_token_count"),
+        ttft_s=mean(first) / 1e3 if (first := "time_to_first_token_ms") in metrics else None,
     )  # fmt: skip
 
 
@@ -447,18 +511,20 @@ def _aiperf(record: Record) -> _Fields:
     # A run has phases, warm-up among them; older versions wrote one `loadgen`.
     loads = [p for p in config.get("phases") or () if not p.get("exclude_from_results")]
     loads = [p for p in loads if p.get("name") == "profiling"] or loads
-    concurrency = next((p.get("concurrency") for p in [*loads, config.get("loadgen") or {}]), None)
-    if concurrency is None and "request_latency" in record and "request_throughput" in record:
+    load = [*loads, config.get("loadgen") or {}][0]
+    mean = None
+    if "request_latency" in record and "request_throughput" in record:
         # Little's law; latencies are in milliseconds.
-        concurrency = average("request_throughput") * average("request_latency") / 1e3
+        mean = average("request_throughput") * average("request_latency") / 1e3
+    cap, paced = load.get("concurrency"), bool(load.get("rate") or load.get("request_rate"))
     emitted, k = _accepted(record)
     models = config.get("models") or (config.get("endpoint") or {}).get("model_names") or ()
     first = next(iter(models.get("items") or () if isinstance(models, dict) else models), None)
     return _Fields(
-        None if concurrency is None else float(concurrency),
-        average("output_token_throughput"), average("input_sequence_length"),
-        average("output_sequence_length"), emitted=emitted, k=k,
-        model=first.get("name") if isinstance(first, dict) else first,
+        _at_once(cap, mean, paced), average("output_token_throughput"),
+        average("input_sequence_length"), average("output_sequence_length"), emitted=emitted, k=k,
+        model=first.get("name") if isinstance(first, dict) else first, cap=cap,
+        ttft_s=average("time_to_first_token") / 1e3 if "time_to_first_token" in record else None,
     )  # fmt: skip
 
 

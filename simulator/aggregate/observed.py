@@ -23,7 +23,6 @@ from simulator.aggregate.positions import (
     of_runs,
     of_survival,
     of_totals,
-    reservation,
 )
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
@@ -101,7 +100,7 @@ def _of_files(
     if not first.exists() and not AT.match(str(first)):
         raise FileError(f"{named[0]}: no such file: {FORMS}")
     if form == "auto":
-        if first.is_file() and (counts := _counts(first, named[0])) is not None:
+        if first.is_file() and (counts := _counts(first, named[0], drafts)) is not None:
             return counts
         if not first.is_file() or not looks_like(first):
             if first.is_file() and first.suffix not in (".json", ".jsonl", ".csv"):
@@ -122,7 +121,7 @@ def _of_files(
     return of_totals(named[-1], read, drafts)
 
 
-def _counts(file: Path, named: str) -> Positions | None:
+def _counts(file: Path, named: str, drafts: int | None) -> Positions | None:
     """Return acceptance in the counts that `draftsim import` wrote; None if the file is another."""
     if file.suffix != ".json":
         return None
@@ -134,18 +133,21 @@ def _counts(file: Path, named: str) -> Positions | None:
     if not isinstance(counts, dict) or document.get("command") != "import":
         return None
     try:
-        rows = document["results"]
+        rows, rounds = document["results"], counts["rounds"]
         chances = [(float(row["survival_lo"]), float(row["survival_hi"])) for row in rows]
-        totals = Totals(
-            counts["rounds"], counts["drafted"], counts["accepted"], len(rows) or None,
-            tree=bool(counts["tree"]),
-        )  # fmt: skip
+        alive: list[float] | None = None
         if chances and all(low == high for low, high in chances):
-            survival = [low for low, _ in chances]
-            return of_survival(named, survival, note=reservation(totals))
-    except (KeyError, TypeError, ValueError) as error:
+            alive = [low if rounds is None else round(low * rounds) for low, _ in chances]
+        share = counts.get("drafting")
+        totals = Totals(
+            rounds, counts["drafted"], counts["accepted"],
+            counts.get("longest", len(rows) or None), alive, counts.get("requests"),
+            bool(counts["tree"]), {} if share is None else {"drafting": float(share)},
+            bool(counts.get("differ")),
+        )  # fmt: skip
+        return of_totals(named, totals, drafts)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise FileError(f"{named}: is damaged ({error}): import the log again") from None
-    return of_totals(named, totals)
 
 
 def _fetched(source: str, scratch: Path, number: int) -> Path:

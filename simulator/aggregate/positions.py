@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.arrays import Floats
 from policies.lengths.basic import Fixed
@@ -184,7 +185,7 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
 
     ``drafts`` is the draft length, if the counts do not hold it.
 
-    Raises DraftsimError for trees, or counts without any draft length.
+    Raises DraftsimError for trees, or counts without any draft length or of another one.
     """
     if totals.tree:
         raise DraftsimError(
@@ -199,6 +200,8 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
                 "their lengths are unknown: give the acceptance length by draft length, such as "
                 f"3:{1 + totals.mean_accepted:.3g} for drafts of 3"
             )
+        if drafts not in (None, k):
+            raise DraftsimError(f"{label}: counts drafts of {k}, and the draft length is {drafts}")
         return Positions(label, {k: 1.0 + totals.mean_accepted})
     alive = np.asarray(totals.per_position, dtype=float)
     counted = totals.rounds is not None
@@ -211,7 +214,7 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
 def reservation(totals: Totals) -> str:
     """Return what counts by position do not say of drafts as long as the longest, in words."""
     if (part := totals.meta.get("drafting")) is not None:
-        return f"{part:.0%} of the steps had a draft: acceptance is over these alone"
+        return f"{part:.0%} of the steps had a draft: acceptance is taken over all steps"
     if totals.drafted is None or totals.fixed_length:
         return ""
     return (
@@ -232,16 +235,26 @@ def of_trace(label: str, trace: Trace, k: int) -> Positions:
     fixed = [(f"fixed:gamma={n}", Fixed(n)) for n in range(1, k + 1)]
     known: dict[int, float] = {}
     for n, log in enumerate(replay_many(trace, fixed), 1):
-        drafted, accepted = log.rounds["drafted"], log.rounds["accepted"]
-        if trace.drafts_end:
-            request = log.rounds["request"]
-            limits = np.array([r.max_new_tokens for r in log.requests])
-            left = limits[request] - log.rounds["position"] - 1
-            # What ends a request ends its last draft.
-            last = np.append(request[1:] != request[:-1], True)
-            drafted = np.where(last, drafted, np.minimum(n, left))
+        drafted, accepted = judged(trace, log, n), log.rounds["accepted"]
         place = np.arange(1, n + 1)
         reached = ((drafted[:, None] >= place) & (accepted[:, None] >= place - 1)).sum(axis=0)
         passed = (accepted[:, None] >= place).sum(axis=0)
         known[n] = 1 + float(np.cumprod(passed / np.maximum(reached, 1)).sum())
     return Positions(label, known, reached.astype(float), passed.astype(float), True, log)
+
+
+def judged(trace: Trace, log: RoundLog, k: int) -> npt.NDArray[np.int64]:
+    """Return the positions of each round, of drafts of `k`, that were accepted or rejected.
+
+    A position for which a drafter proposed nothing (`Trace.drafts_end`) is one of them; those
+    that the end of the output cut off are not.
+    """
+    drafted = log.rounds["drafted"]
+    if not trace.drafts_end:
+        return drafted
+    request = log.rounds["request"]
+    limits = np.array([r.max_new_tokens for r in log.requests])
+    left = limits[request] - log.rounds["position"] - 1
+    # What ends a request ends its last draft.
+    last = np.append(request[1:] != request[:-1], True)
+    return np.where(last, drafted, np.minimum(k, left))

@@ -191,6 +191,8 @@ class ServerRun:
         Mean tokens drafted and verified in a round, where drafts stop early; None: k.
     p_min:
         Probability below which drafts stop (llama.cpp), 0 if they do not.
+    ttft_s:
+        Mean time to the first token; None where unknown.
 
     Raises DraftsimError for impossible values.
     """
@@ -205,6 +207,7 @@ class ServerRun:
     answer: float | None = None
     drafted: float | None = None
     p_min: float = 0.0
+    ttft_s: float | None = None
 
     def __post_init__(self) -> None:
         require("batch", self.batch, 1)
@@ -446,6 +449,22 @@ class ServerFit:
         runs = self.runs
         return float(np.mean([run.held for run in runs])), float(np.mean([r.prompts for r in runs]))
 
+    def tpot_s(self, batch: int, tokens_per_s: float) -> float | None:
+        """Return the time per token after the first at a load; None if no run tells TTFT.
+
+        A request stays for its TTFT and these.  TTFT is that of the runs, between whose loads it is
+        interpolated.
+        """
+        told = [(r.batch, r.ttft_s, r.answer) for r in self.runs if r.ttft_s and r.answer]
+        if not told:
+            return None
+        batches, ttft, answers = np.array(told, dtype=float).T
+        loads = np.unique(batches)
+        first_s = np.interp(batch, loads, [ttft[batches == load].mean() for load in loads])
+        answer = float(answers.mean())
+        stay_s = answer * batch / tokens_per_s
+        return max(0.0, stay_s - float(first_s)) / (answer - 1) if answer > 1 else None
+
     @property
     def tells_context(self) -> bool:
         """True if the runs have several contexts, which determine the cost of a cached token."""
@@ -463,13 +482,13 @@ class ServerFit:
         return several or (any(run.p_min for run in drafting) and len(drafting) > 1)
 
     def stopping(self) -> list[ServerRun]:
-        """Return one run of each setting whose drafts stop early, by draft length and p-min.
+        """Return one run of each setting whose drafts are shorter, by draft length and p-min.
 
         None at another acceptance than theirs, at which their drafts would have other lengths.
         """
         if self.at_other:
             return []
-        found = {(run.k, run.p_min): run for run in self.runs if run.p_min}
+        found = {(r.k, r.p_min): r for r in self.runs if r.p_min or r.verified < r.k}
         return [found[key] for key in sorted(found)]
 
     def tokens_per_s(

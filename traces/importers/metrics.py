@@ -95,8 +95,9 @@ def read_drafts(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
 
     ``spec_decode_num_drafts``, ``…_num_draft_tokens``, ``…_num_accepted_tokens`` and
     ``…_num_accepted_tokens_per_pos`` with the label ``position``, each with the suffix ``_total``.
-    vLLM counts the steps with a draft alone.  Where n-grams found none in many steps, ``drafting``
-    of the provenance is the part of the steps that had one.  Sources of the format:
+    vLLM counts the steps with a draft alone.  Where n-grams found none in many steps, these count
+    as rounds with an empty draft, and ``drafting`` of the provenance is the part of the steps that
+    had one.  Sources of the format:
     vllm-project/vllm, ``v1/spec_decode/metrics.py``; ggml-org/llama.cpp, ``tools/server``
     (``/metrics``, 2026).
     """
@@ -119,11 +120,14 @@ def read_drafts(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
         steps = emitted[_EMITTED[0], 0] - emitted[_EMITTED[1], 0] - accepted
         if rounds < SELDOM * steps:
             meta["drafting"] = rounds / steps
+            rounds = steps
     longest = len(per_position) if per_position else None
     return Totals(rounds, drafted, accepted, longest, per_position, meta=meta)
 
 
 SGLANG = "sglang:"
+WHOLE = 1e-3
+"""Largest distance of a draft length from a whole number, for gauges that are rounded."""
 _SGLANG_COUNTERS = ("spec_verify_calls", "generation_tokens", "num_requests")
 
 
@@ -135,9 +139,11 @@ def read_sglang(files: Sequence[Path], meta: dict[str, Any]) -> Totals:
     token, so the accepted are what was generated beyond these.  Where the first is missing (older
     versions) the gauges ``spec_accept_length`` (accepted drafts and the bonus token of a round) and
     ``spec_accept_rate`` (accepted of proposed) tell the last batches' means, of how many rounds is
-    not known.  ``spec_num_steps`` and ``spec_num_draft_tokens`` are the lengths in force; more
-    draft tokens than a chain of those steps verifies make a tree.  Source of the format:
-    sgl-project/sglang, ``srt/observability/metrics_collector.py``.
+    not known.  Some versions count the bonus token among the accepted and the proposed: the draft
+    length is told where one reading alone gives a whole number.  ``spec_num_steps`` and
+    ``spec_num_draft_tokens`` are the lengths in force; more draft tokens than a chain of those
+    steps verifies make a tree.  Source of the format: sgl-project/sglang,
+    ``srt/observability/metrics_collector.py``.
 
     Raises FileError if nothing was decoded speculatively, the counts contradict each other, or
     engines' gauges differ, which nothing weighs.
@@ -171,7 +177,11 @@ def _means(file: Path, steps: int | None, tree: bool, meta: Mapping[str, object]
     if length < 1:
         raise FileError(f"{file}: its mean acceptance length is {length:g}, expected 1 or more")
     rate = _gauge(file, "spec_accept_rate")
-    drafted = (length - 1) / rate if rate else None
+    # Some versions count the bonus token, and its place among the proposed; others count neither.
+    readings = (length / rate - 1, (length - 1) / rate) if rate and not tree else ()
+    whole = {round(k) for k in readings if abs(k - round(k)) < WHOLE and round(k) >= 1}
+    found = whole if steps is None else whole & {steps}
+    drafted = float(found.pop()) if len(found) == 1 else None
     return Totals(None, drafted, length - 1, steps, tree=tree, meta=meta)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
@@ -27,18 +28,21 @@ class SGLang(Importer):
     ``spec_verify_ct`` verifications, ``completion_tokens``, and in newer versions
     ``spec_num_proposed_drafts``, ``spec_num_correct_drafts`` and ``spec_correct_drafts_histogram``
     (rounds by accepted drafts); before that ``spec_draft_token_num``, ``spec_accept_token_num`` and
-    ``spec_accept_histogram``.  Rounds are not in order, so there is no trace.  Source of the
-    format: sgl-project/sglang, ``managers/io_struct.py`` and
-    ``tokenizer_manager.py``.
+    ``spec_accept_histogram``.  The histogram ends with the most that a round accepted.  Where more
+    was proposed, the drafts were trees or longer chains; ``fixed:N`` says that they were chains.
+    Rounds are not in order, so there is no trace.  Source of the format: sgl-project/sglang,
+    ``managers/io_struct.py`` and ``tokenizer_manager.py``.
     """
 
     name = "sglang"
     summary = "SGLang's responses (meta_info with spec_verify_ct)"
+    takes = ("draft_lengths",)
 
     def sniff(self, text: str) -> bool:
         return '"spec_verify_ct"' in text
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
+        fixed = _fixed(options.draft_lengths)
         found = [pair for file in files for pair in _infos(file)]
         if not found:
             raise FileError(
@@ -52,13 +56,38 @@ class SGLang(Importer):
         drafted = None
         if all(_name(info, PROPOSED) for _, info in found):
             drafted = sum(_count(at, info, _name(info, PROPOSED)) for at, info in found)
+            check_drafted(str(files[0]), PROPOSED[0], drafted, rounds)
         histograms = [_histogram(at, info) for at, info in found]
         per_position = longest = None
-        if all(histograms):
-            longest = max(len(h) for h in histograms) - 1
-            per_position = summed(histograms, longest)
+        if all(histograms) or fixed is not None:
+            most = max(len(h) for h in histograms) - 1
+            longest = _chain(files[0], rounds, drafted, most, fixed)
+            per_position = summed(histograms, longest) if all(histograms) else None
         meta = self.meta(files)
         return Totals(rounds, drafted, accepted, longest, per_position, len(found), meta=meta)
+
+
+def _chain(file: Path, rounds: int, drafted: int | None, most: int, fixed: int | None) -> int:
+    """Return the draft length of `rounds` that accepted `most` drafts, at the most.
+
+    Raises FileError if it contradicts the counts, or they may be those of trees.
+    """
+    if drafted is None:
+        return max(most, fixed or 0)
+    each = drafted / rounds
+    if fixed is not None and (drafted != fixed * rounds or most > fixed):
+        raise FileError(
+            f"{file}: {each:.3g} tokens proposed a verification and up to {most} accepted are no "
+            f"drafts of {fixed} each: leave --draft-lengths out"
+        )
+    if drafted > most * rounds and fixed is None:
+        chain = f"a chain of {each:g}" if each.is_integer() else "chains of several lengths"
+        also = f"; --draft-lengths fixed:{each:g} of `draftsim import` says a chain"
+        raise FileError(
+            f"{file}: proposes {each:.3g} tokens a verification and accepts at most {most}: a "
+            f"tree, or {chain}{also if each.is_integer() else ''}"
+        )
+    return max(most, fixed or 0)
 
 
 def _infos(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -174,7 +203,8 @@ def _iterations(
     if all(requests == 1 for requests, _, _ in found):
         longest = max(drafts for _, drafts, _ in found)
         per_position = [sum(a >= k for _, _, a in found) for k in range(1, longest + 1)]
-    return Totals(rounds, drafted, accepted, longest, per_position, meta=meta)
+    totals = Totals(rounds, drafted, accepted, longest, per_position, meta=meta)
+    return replace(totals, differ=any(n > totals.reach * requests for requests, n, _ in found))
 
 
 def _choices(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -271,8 +301,8 @@ def _fixed(text: str) -> int | None:
     plain = kind == "fixed" and length.isascii() and length.isdigit()
     if not plain or not 1 <= int(length) <= MOST_DRAFTED:
         raise FileError(
-            f"--draft-lengths {text}: counts of llama.cpp tell of drafts of one length alone: "
-            "fixed:N, N the server's --draft-max"
+            f"--draft-lengths {text}: counts tell of drafts of one length alone: fixed:N, N the "
+            "server's draft length (llama.cpp: --draft-max)"
         )
     return int(length)
 

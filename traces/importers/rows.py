@@ -100,7 +100,7 @@ def check_once(file: Path, turns: Sequence[LoggedTurn]) -> None:
 def baseline_of(
     file: Path, plain: Sequence[LoggedTurn], turns: Sequence[LoggedTurn]
 ) -> dict[str, Any]:
-    """Return the speed of plain decoding, and the speedup of `turns` over it.
+    """Return the speed of plain decoding of the same questions, and the speedup of `turns` over it.
 
     ``target_s`` is the median over turns of the seconds per token, ``spread_s`` half their
     interquartile range, ``per_token_s`` the seconds per token over everything, and ``speedup`` the
@@ -115,6 +115,8 @@ def baseline_of(
                 f"{file}: has no question {turn.question}, turn {turn.turn}: give the baseline of "
                 "the same questions"
             )
+    asked = {(turn.question, turn.turn) for turn in turns}
+    plain = [turn for turn in plain if (turn.question, turn.turn) in asked]
     each = [turn.wall_s / turn.tokens for turn in plain]
     low, high = np.quantile(each, [0.25, 0.75])
     per_token = sum(turn.wall_s for turn in plain) / sum(turn.tokens for turn in plain)

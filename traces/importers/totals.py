@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -47,6 +47,8 @@ class Totals:
         True if several branches were verified at once: no chain has such a survival curve.
     meta:
         Provenance, and measured seconds where the program reports some.
+    differ:
+        True if the drafts of some request are known to differ in length.
 
     Raises DraftsimError if the counts contradict each other.
     """
@@ -59,6 +61,7 @@ class Totals:
     requests: int | None = None
     tree: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)
+    differ: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 1:
@@ -133,7 +136,7 @@ class Totals:
         Near its token limit a request drafts what remains, so that real runs count somewhat less
         than rounds x `reach`.
         """
-        if self.drafted is None:
+        if self.drafted is None or self.differ:
             return False
         full = self._rounds * self.reach
         short = full - self.drafted
@@ -208,10 +211,16 @@ def pooled(summaries: Sequence[Summary], meta: dict[str, Any]) -> Totals:
     if any(s.histogram is None for s in summaries):
         told = [s.longest for s in summaries]
         longest = max(n for n in told if n is not None) if None not in told else None
-        return Totals(rounds, drafted, accepted, longest, requests=len(summaries), meta=meta)
-    longest = max(max(s.longest or 0, len(s.histogram) - 1) for s in summaries)
-    at_least = summed([s.histogram for s in summaries], longest)
-    return Totals(rounds, drafted, accepted, longest, at_least, len(summaries), meta=meta)
+        found = Totals(rounds, drafted, accepted, longest, requests=len(summaries), meta=meta)
+    else:
+        longest = max(max(s.longest or 0, len(s.histogram) - 1) for s in summaries)
+        at_least = summed([s.histogram for s in summaries], longest)
+        found = Totals(rounds, drafted, accepted, longest, at_least, len(summaries), meta=meta)
+    # Last drafts lack tokens, and llama.cpp's rounds may be one more than are known.
+    reach = found.reach
+    lacking = (s.rounds * reach - s.drafted for s in summaries)
+    differ = not all(-reach <= short <= reach * (reach + 1) / 2 for short in lacking)
+    return replace(found, differ=differ)
 
 
 def check_drafted(where: str, name: str, drafted: int, rounds: int) -> None:

@@ -84,6 +84,8 @@ class VLLM(Importer):
         meta = self.meta(files, left_out=left_out)
         told = [(at, found) for at, row in finished if (found := _metrics(row)) is not None]
         if told and not any(name in found for _, found in told for name in STEPS):
+            left_out += [f"{at}: no metrics" for at, row in finished if _metrics(row) is None]
+            meta = self.meta(files, left_out=left_out)
             return pooled([Summary(at, *map(found.get, SUMMED)) for at, found in told], meta)
         return stepped_trace([one for where, row in finished for one in _found(where, row)], meta)
 

@@ -199,18 +199,28 @@ def parse_latency(text: str) -> LatencyTable:
 
 def _find(name_or_path: PathLike, kind: str, folder: Path) -> Path:
     path = Path(name_or_path)
-    bundled = [folder / path] if len(path.parts) == 1 else []
-    for place in (*bundled, path):
+    # ./NAME is a folder of the user's own.
+    named = len(path.parts) == 1 and str(name_or_path) == path.name
+    if (
+        named and not isinstance(name_or_path, Defaulted)
+        and _file(folder / path, kind) is not None and _file(path, kind) is not None
+        and not path.samefile(folder / path)
+    ):  # fmt: skip
+        raise FileError(
+            f"{path}: is a bundled recording and a folder here: write ./{path} for the folder, "
+            f"{folder / path} for the bundled one"
+        )
+    for place in (folder / path, path) if named else (path,):
         if (found := _file(place, kind)) is not None:
             return found
     names = [p.name for p in sorted(folder.glob("*")) if _file(p, kind) is not None]
-    if len(path.parts) == 1 and not path.exists() and (folder / path).is_dir():
+    if named and not path.exists() and (folder / path).is_dir():
         raise FileError(
             f"the bundled recording {name_or_path} has no {kind}.parquet: name another's "
             f"({', '.join(names) or 'none has one'})"
         )
     # Names hold dots too, but not what ends a file's: h200-llama-3.1-8b+1b-graph.
-    if path.exists() or len(path.parts) != 1 or path.suffix[1:].isalpha():
+    if path.exists() or not named or path.suffix[1:].isalpha():
         return path  # the reader says what is wrong with it
     listed = f"the bundled ones are {', '.join(names)}" if names else "none is bundled"
     hint = nearest(str(path), names)

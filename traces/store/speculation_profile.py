@@ -29,7 +29,8 @@ SCHEMA = "1.0"
 CHAINS = ("eagle", "eagle1", "eagle2", "eagle3", "draft_model", "mtp", "ngram", "suffix")
 """Methods whose draft of K tokens begins a longer one, so that one profile answers for every K."""
 TOLERANCE = 0.02
-"""Largest difference between the mean length and that of the rates (the schema's own)."""
+"""Largest difference between the mean length and that of the rates (the schema's own), and between
+the rates and those of the histogram."""
 REQUESTS, TOKENS = 64, 256
 """Requests of a trace drawn from a profile, and the output and prompt tokens of each."""
 KEYS = ("marginal_accept_rates", "conditional_accept_rates")
@@ -172,10 +173,14 @@ def read_profile(path: PathLike) -> SpeculationProfile:
     mean = held.get("mean_accept_length")
     if mean is not None and not (is_number(mean) and abs(mean - 1 - sum(marginal)) <= TOLERANCE):
         _fail(path, f"mean_accept_length is {mean!r}, and the rates sum to {1 + sum(marginal):g}")
+    histogram = _histogram(path, held, len(marginal))
+    at_least = np.cumsum(histogram[::-1])[::-1]
+    if sum(histogram) and np.abs(at_least[1:] / at_least[0] - marginal).max() > TOLERANCE:
+        _fail(path, "acceptance_length_histogram contradicts the acceptance rates")
     conditions = held.get("measurement_conditions")
     try:
         return SpeculationProfile(
-            marginal, _histogram(path, held, len(marginal)), _text(held.get("method")),
+            marginal, histogram, _text(held.get("method")),
             _text(held.get("draft_checkpoint")), _text(held.get("target_model")),
             conditions if isinstance(conditions, dict) else {},
         )  # fmt: skip
