@@ -23,9 +23,10 @@ from traces.store.recordings import PAPERS_TRACE, given_name
 
 if TYPE_CHECKING:
     from simulator.papers.measured.rows import Record
-    from simulator.papers.ours import Row, Sampled
+    from simulator.papers.ours import Row
     from traces.acceptance.sampling import Sampling
     from traces.acceptance.trace import Trace
+    from traces.sources.recording import Recordings
 
 COLUMNS = 10
 """Values of a recorded token that take as long to read as it takes to replay."""
@@ -93,7 +94,6 @@ def papers(
     from simulator.papers.ours import Ours
     from simulator.published import CONTRADICTIONS
     from traces.sources.found import read_recordings
-    from traces.sources.recording import Recordings
     from traces.store.identity import check_folder
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
@@ -157,14 +157,15 @@ def _counted(rows: Sequence[Row]) -> str:
     return f"{said}; {len(errors)} from the papers' own numbers differ by {apart}."
 
 
-def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None) -> list[Sampled]:
-    """Return early exits of the pair of `trace` along sampled outputs, one of each sampling.
+def sampled_runs(
+    trace: Trace, folder: Path | None, named: Sequence[Path] | None
+) -> list[tuple[Trace, Recordings]]:
+    """Return sampled outputs of the pair of `trace` and their early exits, one of each sampling.
 
     Looked for in the trace's own `folder` and in the `named` run folders, or if None, in the
     folders next to its own.  Raises DraftsimError if a named one holds no sampled outputs, or those
     of another pair.
     """
-    from simulator.papers.ours import Sampled
     from traces.sources.early_exit import EarlyExit
     from traces.sources.found import find_recordings
     from traces.store.files import read_trace
@@ -181,7 +182,7 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
         beside = [f.parent for f in sorted(folder.parent.glob(f"*/{SAMPLED}"))]
         own = [folder] if (folder / SAMPLED).is_file() else []
         runs = [*own, *(beside if named is None else named)]
-    found: dict[Sampling, Sampled] = {}
+    found: dict[Sampling, tuple[Trace, Recordings]] = {}
     for run in dict.fromkeys(runs):
         asked = run == folder or named is not None
         try:
@@ -197,7 +198,7 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
             note(f"sampled outputs found with the trace are left out: {error}")
             continue
         if EarlyExit.name in recordings:
-            found.setdefault(sampled.sampling, Sampled(sampled, recordings))
+            found.setdefault(sampled.sampling, (sampled, recordings))
     return list(found.values())
 
 

@@ -122,16 +122,6 @@ def _roof_s(run: PublishedRun) -> float:
     return float(Roofline(DEVICES[run.device]).roof_s(shape, 1, run.new_tokens, run.context))
 
 
-def unpacking(form: WeightFormat, mode: Mode, left: Left = ()) -> Unpacking:
-    """Return the cost of passes over a format beyond its bytes, from published runs but `left`.
-
-    In graphs, formats that the same kernels read are fitted together.  In eager mode each format is
-    fitted by itself, because the number of launches differs.  A format without published runs costs
-    only its bytes.
-    """
-    return _unpacking(form, mode, left) if form.quantised else Unpacking()
-
-
 def evidence_for(form: WeightFormat, mode: Mode) -> list[tuple[PublishedStudy, PublishedRun]]:
     """Return the published runs from which a format's unpacking cost follows."""
     return [
@@ -147,14 +137,24 @@ def _same(one: WeightFormat, other: WeightFormat, mode: Mode) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _unpacking(form: WeightFormat, mode: Mode, left: Left) -> Unpacking:
+def unpacking(form: WeightFormat, mode: Mode, left: Left = ()) -> Unpacking:
+    """Return the cost of passes over a format beyond its bytes, from published runs but `left`.
+
+    In graphs, formats that the same kernels read are fitted together.  In eager mode each format is
+    fitted by itself, because the number of launches differs.  A format without published runs costs
+    only its bytes.
+    """
     from scipy.optimize import nnls
 
     rows = [(s, r) for s, r in evidence_for(form, mode) if (s.name, r) not in left]
-    if not rows:
+    if not (rows and form.quantised):
         return Unpacking()
     if mode == "eager":
-        extra = [_more_launches(study, run, left) for study, run in rows]
+        extra = []
+        for study, run in rows:
+            model = plain_model(study, run.device, left)
+            launches = run.seconds / model.layer_s - model.outside
+            extra.append(launches / SHAPES[run.model].layers - 1)
         return Unpacking(launches=max(-0.5, float(np.median(extra))))
     columns, gaps = zip(*(_beyond_bytes(study, run, left) for study, run in rows), strict=True)
     scale = np.array([[1.0 / run.seconds] for _, run in rows])
@@ -162,12 +162,6 @@ def _unpacking(form: WeightFormat, mode: Mode, left: Left) -> Unpacking:
     layer_s, weight_ops, token_ops, tile_ops = map(float, found)
     alone = ALONE if form.kernels == "llama.cpp" else None
     return Unpacking(layer_s, 0.0, weight_ops, token_ops, alone, tile_ops)
-
-
-def _more_launches(study: PublishedStudy, run: PublishedRun, left: Left) -> float:
-    model = plain_model(study, run.device, left)
-    layers = SHAPES[run.model].layers
-    return (run.seconds / model.layer_s - model.outside) / layers - 1
 
 
 def _beyond_bytes(
@@ -221,7 +215,12 @@ class Predicted(NamedTuple):
 @cache
 def predictions(mode: Mode) -> tuple[Predicted, ...]:
     """Return every published run of a mode that can be predicted from others."""
-    return tuple(row for study in STUDIES if study.mode == mode for row in _of(study))
+    return tuple(
+        row
+        for study in STUDIES if study.mode == mode
+        for run in study.runs
+        for row in _predicted(study, run, *_left(study, run))
+    )  # fmt: skip
 
 
 @cache
@@ -235,21 +234,17 @@ def by_library() -> tuple[Predicted, ...]:
     """
     found: list[Predicted] = []
     for study in (s for s in STUDIES if s.libraries):
-        own = dict(study.libraries)
+        own = study.libraries
         for run in (r for r in study.runs if r.weights in own):
             rows = evidence_for(FORMATS[run.weights], study.mode)
-            others = [(s.name, r) for s, r in rows if dict(s.libraries).get(r.weights)
-                      != own[run.weights]]  # fmt: skip
+            others = [
+                (s.name, r) for s, r in rows if s.libraries.get(r.weights) != own[run.weights]
+            ]
             mine = [r for r in study.runs if r.weights != PLAIN and r.model == run.model]
             if others and any(s is study and r not in mine for s, r in rows):
                 left = (*others, *_names(study, mine))
                 found += _predicted(study, run, left, f"{OWN}, unpacking from {LIBRARY}")
     return tuple(found)
-
-
-def _of(study: PublishedStudy) -> Iterator[Predicted]:
-    for run in study.runs:
-        yield from _predicted(study, run, *_left(study, run))
 
 
 def _predicted(

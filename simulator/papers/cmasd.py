@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from simulator.papers.ours import (
-    EXPERIMENT,
     REPLAYED,
     MethodOutcome,
     Ours,
     Row,
+    experiment,
     method_outcome,
     quality_note,
 )
@@ -32,8 +34,6 @@ CMASD_ROWS = dict(zip(CMASD_ABLATION, CMASD_3.cells, strict=True))
 FULL = "cm-asd"
 WINDOWS = {"cm-asd-fixed-threshold": FULL, "cm-asd-no-confidence": "cm-asd-fixed-window"}
 """Variants of a fixed threshold, and those with the same window and the adaptive one."""
-SPEED_NOTE = "speed over greedy decoding without speculation, not beam 5"
-TOK_NOTE = "Tok counts accepted drafts, without the token that the target adds to them"
 
 
 def at_tau(chosen: Method, tau: float) -> Method:
@@ -85,8 +85,9 @@ def comparison(adaptive: MethodOutcome, fixed: MethodOutcome) -> str:
         more = f"accepts {'more' if theirs > ours else 'less'}"
     text = f"a fixed threshold {more}: {theirs:.2f} against {ours:.2f} drafts a round"
     if adaptive.quality is not None and fixed.quality is not None:
-        mine, other = -adaptive.quality.agreement, -fixed.quality.agreement
-        text = f"{text}, {-other:.0%} against {-mine:.0%} of tokens as greedy"
+        mine, other = adaptive.quality.agreement, fixed.quality.agreement
+        text = f"{text}, {other:.0%} against {mine:.0%} of tokens as greedy"
+        mine, other = -mine, -other
     else:
         mine, other = adaptive.mismatched_share, fixed.mismatched_share
         text = f"{text}, of them {other:.0%} against {mine:.0%} not the target's choice"
@@ -98,14 +99,21 @@ def comparison(adaptive: MethodOutcome, fixed: MethodOutcome) -> str:
 
 def _rows(found: MethodOutcome, name: str, label: str, said: str, published: bool) -> list[Row]:
     drafted = found.log.source != "none" and bool(found.log.rounds["drafted"].any())
-    plain = "plain decoding drafts nothing: the table's 1 is the token that every step emits"
     values: dict[str, tuple[float | None, str]] = {
-        "Tok": (found.accepted_per_round, _join(said, TOK_NOTE)) if drafted else (1.0, plain),
-        "Speed": (found.speedup, SPEED_NOTE),
-        "td_ms": (found.drafting_ms if drafted else None, ""),
+        "Tok": (1.0, "plain decoding drafts nothing: the table's 1 is the token that every step "
+                "emits"),
+        "Speed": (found.speedup, "speed over greedy decoding without speculation, not beam 5"),
+        "td_ms": (None, ""),
         "emitted per round": (found.tokens_per_round, ""),
-        "rollback rate": (found.rollback_rate if drafted else None, ROLLBACK),
-    }
+    }  # fmt: skip
+    if drafted:
+        counts = "Tok counts accepted drafts, without the token that the target adds to them"
+        values["Tok"] = found.accepted_per_round, _join(said, counts)
+        values["td_ms"] = 1e3 * float(np.mean(found.priced.draft_s)), ""
+        values["rollback rate"] = (
+            found.rollback_rate, "share of rounds of which drafts were thrown away; the paper's "
+            "text alone speaks of it",
+        )  # fmt: skip
     rows = []
     for column, (value, more) in values.items():
         known = published and column in CMASD_3.columns
@@ -113,21 +121,15 @@ def _rows(found: MethodOutcome, name: str, label: str, said: str, published: boo
         if value is None and printed is None:
             continue
         text = _join(found.how, more)
-        rows.append(Row(CMASD_3.name, label, column, printed, value, EXPERIMENT, text))
+        rows.append(experiment(CMASD_3.name, label, column, value, text, printed))
     if drafted and found.quality is not None:
-        own = name == FULL and published
-        rows.append(
-            Row(
-                CMASD_5.name, "CM-ASD" if own else label, "relative BLEU",
-                CMASD_5.value("CM-ASD", "relative BLEU") if own else None,
-                found.quality.relative_bleu, EXPERIMENT,
-                _join(found.how, quality_note(found.quality), said),
-            )
-        )  # fmt: skip
+        printed = None
+        if name == FULL and published:
+            label, printed = "CM-ASD", CMASD_5.value("CM-ASD", "relative BLEU")
+        note = _join(found.how, quality_note(found.quality), said)
+        bleu = found.quality.relative_bleu
+        rows.append(experiment(CMASD_5.name, label, "relative BLEU", bleu, note, printed))
     return rows
-
-
-ROLLBACK = "share of rounds of which drafts were thrown away; the paper's text alone speaks of it"
 
 
 def _join(*parts: str) -> str:
@@ -172,7 +174,7 @@ def batch_rows(ours: Ours) -> list[Row]:
                 "ms a token": 1e3 * float(row["tpot_s"]["mean"]),
             }
             rows += [
-                Row(FIGURE_2, f"{name}, batch {batch}", column, None, value, EXPERIMENT, note)
+                experiment(FIGURE_2, f"{name}, batch {batch}", column, value, note)
                 for column, value in values.items()
             ]
     return rows

@@ -11,7 +11,7 @@ from simulator.executors import results_of
 from simulator.papers.cmasd import FIGURE_2, at_tau, batch_rows, cmasd_rows
 from simulator.papers.csd import TRAINING_SHARE, csd_rows, csd_rule
 from simulator.papers.gammatune import gammatune_rows
-from simulator.papers.ours import EXPERIMENT, Ours, Row, missing, outcome
+from simulator.papers.ours import Ours, Row, experiment, missing, outcome
 from simulator.papers.quantities import SPECBOUND, quantity_rows
 from simulator.papers.settings import TABLE as SETTINGS_TABLE
 from simulator.papers.settings import setting_rows
@@ -56,7 +56,7 @@ def side_by_side(
         published.CMASD_3.name: cmasd_rows,
         FIGURE_2: batch_rows,
         published.CSD_ABLATION.name: csd_rows,
-        SPECBOUND: _systems,
+        SPECBOUND: system_rows,
         published.SPECBOUND_2.name: sampling_rows,
         FIGURE_4: early_exit_rows,
         SETTINGS_TABLE: setting_rows,
@@ -66,12 +66,13 @@ def side_by_side(
         try:
             return experiments[name](ours)
         except DraftsimError as error:
-            return [Row(name, "our pair", "all", None, None, EXPERIMENT, str(error))]
+            return [experiment(name, "our pair", "all", None, str(error))]
 
     names = [*LONGEST, *(name for name in experiments if name not in LONGEST)]
     tokens = ours.trace.tokens * SETTINGS
     parts = [partial(rows_of, name) for name in names]
     found = dict(zip(names, results_of(parts, tokens, progress=progress), strict=True))
+    found[SPECBOUND] += order_rows(found[SPECBOUND])
     done = [row for name in experiments for row in found[name]]
     if not any(row.table == published.SPECBOUND_5.name for row in done):
         done += _draft_model_distribution(ours)
@@ -79,11 +80,6 @@ def side_by_side(
         done += missing(table, done)
     order = {name: i for i, name in enumerate(TABLES)}
     return sorted(done, key=lambda row: (row.table.split()[0], order.get(row.table, -1)))
-
-
-def _systems(ours: Ours) -> list[Row]:
-    rows = system_rows(ours)
-    return rows + order_rows(rows)
 
 
 def _draft_model_distribution(ours: Ours) -> list[Row]:
@@ -94,8 +90,7 @@ def _draft_model_distribution(ours: Ours) -> list[Row]:
             log, ours, "GammaTune with a draft model: no early exits were recorded"
         )
     except SignalError as error:
-        name = published.SPECBOUND_5.name
-        return [Row(name, "our pair", "percent", None, None, EXPERIMENT, str(error))]
+        return [experiment(published.SPECBOUND_5.name, "our pair", "percent", None, str(error))]
 
 
 REAL_RUNS: tuple[tuple[str, str, float | None], ...] = (

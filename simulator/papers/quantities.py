@@ -24,9 +24,7 @@ PASS_BAND = 0.10
 """Largest |residual| of a cell that counts as reproduced."""
 OUTLIER = ("Codellama-13B-Instruct", "RAG")
 """The cell whose cost per round is out of line with its model's others."""
-
-OVERALL = "Overall (of its tasks)"
-"""Column of the overall values printed in Tables 2 and 4, next to our own experiments."""
+MODELS = [model for model, method in SPECBOUND_1 if method == "SpecBound"]
 PAIRS = {
     "vicuna-13b + 160m": ("lmsys/vicuna-13b-v1.5", "double7/vicuna-160m"),
     "vicuna-7b + 68m": ("lmsys/vicuna-7b-v1.5", "double7/vicuna-68m"),
@@ -49,22 +47,20 @@ def specbound_cells() -> list[Row]:
     cells.
     """
     rows, inside = [], 0
-    for model in _models():
+    for model in MODELS:
         line = SPECBOUND_1[model, "SpecBound"]
         fit = _fit([model], wasted=0.0, outlier=False)
         ours = specbound.speedup_from_compression(line.compression, line.compression, fit.depth)
-        for task, published, value in zip(TASKS, line.speedup, ours, strict=True):
-            residual = float(value) / published - 1
-            inside += abs(residual) <= PASS_BAND
-            verdict = "within" if abs(residual) <= PASS_BAND else "outside"
-            rows.append(
-                Row(
-                    SPECBOUND, f"{model} SpecBound", f"{task} SD", published, float(value),
-                    QUANTITY,
-                    f"eq. 5, gamma = CR, depth fraction {fit.depth:.3f}: residual {residual:+.1%}, "
-                    f"{verdict} {PASS_BAND:.0%}",
-                )
-            )  # fmt: skip
+        for task, published, value in zip(TASKS, line.speedup, ours.tolist(), strict=True):
+            residual = value / published - 1
+            good = abs(residual) <= PASS_BAND
+            inside += good
+            note = (
+                f"eq. 5, gamma = CR, depth fraction {fit.depth:.3f}: residual {residual:+.1%}, "
+                f"{'within' if good else 'outside'} {PASS_BAND:.0%}"
+            )
+            label, column = f"{model} SpecBound", f"{task} SD"
+            rows.append(Row(SPECBOUND, label, column, published, value, QUANTITY, note))
     share = Row(
         SPECBOUND, "SpecBound, all models", f"cells within {PASS_BAND:.0%} of eq. 5", None,
         float(inside), QUANTITY, f"of {len(rows)}",
@@ -79,22 +75,18 @@ def specbound_fits() -> list[Row]:
     fits = [
         (wasted, label, name, models, False)
         for wasted, label in ((0.0, "gamma = CR"), (1.0, "gamma = CR + 1"))
-        for name, models in (*((m, [m]) for m in _models()), ("all models", _models()))
+        for name, models in (*((m, [m]) for m in MODELS), ("all models", MODELS))
     ]
-    fits.append((0.0, "gamma = CR, all 24", "all models", _models(), True))
+    fits.append((0.0, "gamma = CR, all 24", "all models", MODELS, True))
     rows = []
     for wasted, label, name, models, outlier in fits:
         fit = _fit(models, wasted, outlier)
         said = ", without the RAG outlier" if OUTLIER[0] in models else ""
         if outlier:
             said = ": one depth for all models does not reproduce the table"
-        rows.append(
-            Row(
-                SPECBOUND, f"{name} SpecBound", f"depth fraction, {label}", None, fit.depth,
-                QUANTITY,
-                f"RMSE {fit.rmse:.3f}, mean error {fit.mape:.1%}, R2 {fit.r_squared:.2f}{said}",
-            )
-        )  # fmt: skip
+        note = f"RMSE {fit.rmse:.3f}, mean error {fit.mape:.1%}, R2 {fit.r_squared:.2f}{said}"
+        column = f"depth fraction, {label}"
+        rows.append(Row(SPECBOUND, f"{name} SpecBound", column, None, fit.depth, QUANTITY, note))
     return rows
 
 
@@ -125,10 +117,9 @@ def specbound_ratios() -> list[Row]:
     for table in (SPECBOUND_2, SPECBOUND_4):
         for name, values in table.cells.items():
             *tasks, overall = (v for v in values if v is not None)
-            mean = float(np.mean(tasks))
-            rows.append(
-                Row(table.name, name, OVERALL, overall, mean, QUANTITY, "mean of the six tasks")
-            )
+            mean, column = float(np.mean(tasks)), "Overall (of its tasks)"  # not our experiments
+            note = "mean of the six tasks"
+            rows.append(Row(table.name, name, column, overall, mean, QUANTITY, note))
     return rows
 
 
@@ -205,19 +196,12 @@ def csd_gains() -> list[Row]:
     return rows
 
 
-def _models() -> list[str]:
-    return [model for model, method in SPECBOUND_1 if method == "SpecBound"]
-
-
 def _fit(models: list[str], wasted: float, outlier: bool) -> specbound.DepthFit:
     cells = [
         (rate, speed)
-        for model in models
-        for task, rate, speed in zip(
-            TASKS, SPECBOUND_1[model, "SpecBound"].compression,
-            SPECBOUND_1[model, "SpecBound"].speedup, strict=True,
-        )
-        if outlier or (model, task) != OUTLIER
-    ]  # fmt: skip
+        for line in ((model, *SPECBOUND_1[model, "SpecBound"][:2]) for model in models)
+        for task, rate, speed in zip(TASKS, *line[1:], strict=True)
+        if outlier or (line[0], task) != OUTLIER
+    ]
     rates, speeds = zip(*cells, strict=True)
     return specbound.fit_depth(rates, speeds, wasted)

@@ -65,7 +65,7 @@ def _rank(row: Evidence, rows: Sequence[Evidence], known: Sequence[float]) -> bo
 
 
 class Record(NamedTuple):
-    """The errors of many rows."""
+    """The errors of many rows, and how often interval, sign and rank are right."""
 
     rows: int
     median: float
@@ -79,8 +79,7 @@ class Record(NamedTuple):
     ranks: int
 
 
-def record(rows: Sequence[Evidence]) -> Record:
-    """Return the errors of the rows, and how often interval, sign and rank are right."""
+def _record(rows: Sequence[Evidence]) -> Record:
     errors = np.array([row.error for row in rows])
     within = [r.low <= r.measured <= r.high for r in rows if r.low is not None and r.high]
     signs = [r.sign_right for r in rows if r.sign_right is not None]
@@ -96,7 +95,7 @@ def by_study(rows: Sequence[Evidence]) -> Mapping[tuple[str, str], Record]:
     groups: dict[tuple[str, str], list[Evidence]] = {}
     for row in rows:
         groups.setdefault((row.study, kind_of(row.given)), []).append(row)
-    return {name: record(group) for name, group in groups.items()}
+    return {name: _record(group) for name, group in groups.items()}
 
 
 def kind_of(given: str) -> str:
