@@ -130,17 +130,17 @@ COMMANDS = {
         "commands.fetch:fetch", "Download SmolLM2 or Qwen2.5-Coder with drafters.", _TRY
     ),
     "recommend": Listed(
-        "commands.recommend:recommend", "Recommend a draft length from benchmark runs.", _SERVER
+        "commands.calibrate:recommend", "Recommend a draft length from benchmark runs.", _SERVER
     ),
     "doctor": Listed(
-        "commands.doctor:doctor", "Check if acceptance is as expected, and name the cause if not.",
-        _SERVER,
+        "commands.acceptance:doctor",
+        "Check if acceptance is as expected, and name the cause if not.", _SERVER,
     ),
     "calibrate": Listed(
         "commands.calibrate:calibrate", "Fit costs to tokens/s of your own server.", _SERVER
     ),
     "curve": Listed(
-        "commands.curve:curve", "Predict acceptance lengths at draft lengths not measured.",
+        "commands.acceptance:curve", "Predict acceptance lengths at draft lengths not measured.",
         _SERVER,
     ),
     "import": Listed(
@@ -154,7 +154,7 @@ COMMANDS = {
     "report": Listed("commands.report:report", "Write all results as one HTML page.", _PAIR),
     "validate": Listed("", "Run policies, and check predictions.", _PAIR, True, VALIDATE),
     "export": Listed(
-        "commands.export:export", "Write a recording's acceptance as other programs read it.",
+        "commands.acceptance:export", "Write a recording's acceptance as other programs read it.",
         _PAIR,
     ),
     "serve": Listed(
@@ -245,20 +245,15 @@ def main() -> None:
                 raise
             _fail(said, 2)
         finally:
-            end_workers()
+            _end_workers()
     sys.exit(code if isinstance(code, int) else 0)
 
 
 @dataclass
 class CommandStop:
-    """The way in which the command was stopped."""
+    """The exit code of a command that is stopped: 130 after Ctrl-C, 143 after SIGTERM."""
 
-    number: int = signal.SIGINT
-
-    @property
-    def code(self) -> int:
-        """Exit code: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
-        return 128 + self.number
+    code: int = INTERRUPTED
 
 
 @contextmanager
@@ -271,7 +266,7 @@ def stop_signals() -> Iterator[CommandStop]:
         del frame
         now_s = time.monotonic()
         before_s, last_s = last_s, now_s
-        stop.number = number
+        stop.code = 128 + number
         if now_s - before_s >= TOGETHER_S:
             raise KeyboardInterrupt
 
@@ -287,7 +282,7 @@ def stop_signals() -> Iterator[CommandStop]:
             signal.signal(one, handler)
 
 
-def end_workers() -> None:
+def _end_workers() -> None:
     """End the worker processes of a study, if any run, and remove the folders they share."""
     loky = sys.modules.get("joblib.externals.loky.reusable_executor")
     executor = getattr(loky, "_executor", None)

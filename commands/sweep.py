@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -61,14 +60,6 @@ RUNGS = (
 AXIS = "a:b:N, a:b:Nlog, a..b or a,b,c"
 
 
-class Tilting(StrEnum):
-    """The way to get an acceptance rate other than the recorded one."""
-
-    COUPLED = "coupled"
-    REDRAW = "redraw"
-    IID = "iid"
-
-
 @dataclass(frozen=True)
 class SweepInputs(CarriedInputs):
     """The inputs of a sweep, which takes several tables."""
@@ -121,8 +112,9 @@ def sweep(
         float, typer.Option(help="With --c: cost of a verification, in target passes.")
     ] = 1.0,
     tilt: Annotated[
-        Tilting, typer.Option(help="How to change --alpha; iid draws every token independently.")
-    ] = Tilting.COUPLED,
+        Literal["coupled", "redraw", "iid"],
+        typer.Option(help="How to change --alpha; iid draws every token independently."),
+    ] = "coupled",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -192,7 +184,7 @@ def sweep(
             "--c": c, "--alpha": alpha, "--gamma": gamma, "--context": context,
             "--batch": None if batch == "1" else batch, "--cluster": cluster,
             "--verify-ratio": None if verify_ratio == 1 else verify_ratio,
-            "--tilt": None if tilt is Tilting.COUPLED else tilt,
+            "--tilt": None if tilt == "coupled" else tilt,
             "--plots": plots if tune else None,
         }  # fmt: skip
         mode = "--ladder" if ladder else "--tune"
@@ -211,7 +203,7 @@ def sweep(
     if not ratios:
         refuse({"--verify-ratio": None if verify_ratio == 1 else verify_ratio}, "no --c is given")
     if alpha is None:
-        refuse({"--tilt": None if tilt is Tilting.COUPLED else tilt}, "no --alpha is given")
+        refuse({"--tilt": None if tilt == "coupled" else tilt}, "no --alpha is given")
     lengths = [int(g) for g in parse_axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
     contexts = [
         int(k) for k in parse_axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)
@@ -226,7 +218,7 @@ def sweep(
         prices,
         parse_axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
-        method=tilt.value, resamples=resamples, seed=seed,
+        method=tilt, resamples=resamples, seed=seed,
     )  # fmt: skip
     title = titled(recording, prices)
     say_tilt(study)

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from commands.engine.apart import tried
-from commands.engine.check import arms, compare_loads
+from commands.engine.check import arms, compare_loads, tried
 from commands.engine.options import named_loads
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream

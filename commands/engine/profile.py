@@ -90,7 +90,7 @@ def plain_load(load: str) -> Workload:
 
 def default_speeds(kind: EngineKind, options: EngineOptions) -> Apart:
     """Run closed loops of 1 and of all requests in an engine with its own defaults."""
-    from commands.engine.apart import run_apart
+    from commands.engine.check import run_apart
 
     note("decoding without a drafter, in an engine with its own defaults")
     speeds: dict[str, Speed] = {}

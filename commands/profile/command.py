@@ -21,11 +21,14 @@ from commands.engine.options import MeasuredEngine
 from commands.profile.recording import (
     RecordingJob,
     add_signals,
+    check_code,
     complete,
+    decode_again,
+    jobs,
     measure_latency,
     run_profile,
+    score_code,
 )
-from commands.profile.redecode import check_code, decode_again, jobs, score_code
 from commands.profile.sources import (
     check_layers,
     profile_drafters,

@@ -58,12 +58,8 @@ class SpotCheck(RealRuns):
 
     A request whose text diverged from the recorded one is counted in ``texts_diverged``: its rounds
     are compared up to there, and its seconds not at all, under no policy
-    (`profiler.checks.differences`).
-
-    Parameters
-    ----------
-    assisted:
-        Also run transformers' own generation, which a stopped check begins again.
+    (`profiler.checks.differences`).  ``assisted``: also run transformers' own generation, which a
+    stopped check begins again.
     """
 
     name = "measured"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,22 +38,21 @@ from traces.machine import BUSY
 from traces.replay.rounds import RoundLog
 from traces.sources.registry import DRAFT_MODEL
 
-RESAMPLES = 500
-"""Bootstrap resamples over prompts for `plot_survival`."""
-PANELS = 5
-"""Categories side by side; more go into further rows."""
-
 
 def plot_validation(rows: pd.DataFrame) -> Figure:
-    """Draw predicted and measured seconds per arm, with the error; rows of `validation.compare`.
+    """Draw predicted and measured seconds per policy, and the error; rows of `validation.compare`.
 
-    Arms that were disturbed say so, with the share of their time without a processor.
+    Runs that were disturbed say so, with the share of their time without a processor.
     """
+    labels = _policy_labels(rows)
+    for column, text in (("batch", "batch {}"), ("forced", "forced={}")):
+        if rows[column].nunique() > 1:
+            own = zip(labels, rows[column], strict=True)
+            labels = [f"{label}, {text.format(value)}" for label, value in own]
+    machines = zip(labels, rows["machine"], rows["disturbed"], strict=True)
     labels = [
-        f"{text} ({machine} {share:.0%})" if machine == BUSY else text
-        for text, machine, share in zip(
-            _arm_labels(rows), rows["machine"], rows["disturbed"], strict=True
-        )
+        f"{label} ({machine} {share:.0%})" if machine == BUSY else label
+        for label, machine, share in machines
     ]
     figure = Figure(figsize=(8.2, 0.34 * len(rows) + 1.3), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
@@ -158,7 +157,7 @@ def plot_categories(by_category: pd.DataFrame) -> Figure:
     kinds = dict(zip(rows["label"], rows["kind"], strict=True))
     places = dict(zip(kinds, range(len(kinds))[::-1], strict=True))
     panels = list(rows.groupby("category", sort=False))
-    across = min(len(panels), PANELS)
+    across = min(len(panels), 5)
     down = -(-len(panels) // across)
     figure = Figure(
         figsize=(1.9 + 1.75 * across, (0.3 * len(kinds) + 0.6) * down + 0.6), layout="constrained"
@@ -183,16 +182,6 @@ def _policy_labels(rows: pd.DataFrame) -> list[str]:
     several = rows["verify"].nunique() > 1
     pairs = zip(rows["policy"], rows["verify"], strict=True)
     return [f"{p} ({v})" if several else str(p) for p, v in pairs]
-
-
-def _arm_labels(rows: pd.DataFrame) -> list[str]:
-    labels = _policy_labels(rows)
-    for column, text in (("batch", "batch {}"), ("forced", "forced={}")):
-        if rows[column].nunique() > 1:
-            labels = [
-                f"{label}, {text.format(v)}" for label, v in zip(labels, rows[column], strict=True)
-            ]
-    return labels
 
 
 def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRatios) -> Figure:
@@ -257,7 +246,7 @@ def plot_survival(trace: Trace, gamma: int = 16) -> Figure:
             curves.append(empirical_survival(trace.run_lengths[start : stop - gamma], gamma))
             weights.append(float(stop - start - gamma))
     table, weight = np.array(curves), np.array(weights)
-    drawn = resamples(len(weight), RESAMPLES, 0) * weight
+    drawn = resamples(len(weight), 500, 0) * weight
     low, high = intervals(drawn @ table / drawn.sum(axis=1, keepdims=True))
     alpha = acceptance(trace)
     k = np.arange(1, gamma + 1)
@@ -315,12 +304,6 @@ class WrittenPlots(NamedTuple):
     """A line for each plot that does not hold all policies."""
 
 
-def _fastest(logs: Sequence[RoundLog], speed: Mapping[str, float]) -> RoundLog | None:
-    """Return the fastest policy that can run and keeps the target's output."""
-    real = [log for log in logs if log.mismatched is None and not is_bound(log.policy)]
-    return max(real, key=lambda log: speed[log.policy], default=None)
-
-
 def save_all(
     trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], folder: Path,
     validation: pd.DataFrame | None = None, systems: Sequence[RoundLog] = (),
@@ -329,9 +312,8 @@ def save_all(
     """Draw everything a recording shows into `folder`.
 
     ``logs`` are of the draft model; ``systems``, with their own drafts or rules, are added to plots
-    of speedups.  ``texts`` are the named policies, which every plot shows if it can, with the
-    fastest.  If all policies were asked for, plots with few curves show `COMPARED`.  ``title``
-    names pair and device below every plot.
+    of speedups.  Every plot shows the policies named in ``texts`` if it can, and the fastest; plots
+    with few curves show `COMPARED` of all.  ``title`` names pair and device below every plot.
     """
     every = [*logs, *systems]
     label = "lower bounds: the log does not hold its draft lengths" if trace.is_lower_bound else ""
@@ -341,7 +323,10 @@ def save_all(
         some = list(every)
     else:
         wanted = {*COMPARED, *(split_name(text.rpartition("/")[2])[0] for text in texts or ())}
-        best = None if trace.is_lower_bound else _fastest(every, speed)
+        real = [] if trace.is_lower_bound else [
+            log for log in every if log.mismatched is None and not is_bound(log.policy)
+        ]  # fmt: skip
+        best = max(real, key=lambda log: speed[log.policy], default=None)
         some = [log for log in every if split_name(log.policy)[0] in wanted or log is best]
         some = some or list(logs)
     if not trace.is_lower_bound:

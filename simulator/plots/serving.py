@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -133,10 +133,6 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
     return figure
 
 
-NEAR = 0.04
-"""Points nearer than this share of the axes, with the same label, share one."""
-
-
 def plot_pareto(rows: Rows) -> Figure:
     """Draw output tokens/s of one user against those of all, one curve a policy.
 
@@ -164,7 +160,7 @@ def plot_pareto(rows: Rows) -> Figure:
         text = f"{row['rate']:.3g}/s" if loads else f"{int(row['batch'])}"
         x, y = row["user"] / width, row["throughput_tok_s"] / height
         # Two policies at one load may lie next to each other: one label says both.
-        if any(text == t and abs(x - a) < NEAR and abs(y - b) < NEAR for t, a, b in named):
+        if any(text == t and abs(x - a) < 0.04 and abs(y - b) < 0.04 for t, a, b in named):
             continue
         named.append((text, x, y))
         axes.annotate(
@@ -212,17 +208,8 @@ def plot_speedups(
 ) -> Figure:
     """Draw the speedup over no speculation by batch size and prompt length, a panel per policy.
 
-    Parameters
-    ----------
-    speedups:
-        By policy, an array of shape (batches, columns); NaN if nothing was served.
-    columns:
-        Labels of the columns.
-
-    Raises
-    ------
-    DraftsimError
-        If there is no policy, or an array has another shape.
+    ``speedups`` are arrays of shape (batches, columns), NaN where nothing was served; ``columns``
+    are labels.  Raises DraftsimError if there is no policy, or an array has another shape.
     """
     grids = {name: np.asarray(values, dtype=float) for name, values in speedups.items()}
     shape = len(batches), len(columns)
@@ -290,7 +277,7 @@ def _frame(rows: Rows) -> pd.DataFrame:
 
 
 def _by_policy(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return [(p, frame[frame["policy"] == p]) for p in dict.fromkeys(frame["policy"].tolist())]
+    return [(str(name), part) for name, part in frame.groupby("policy", sort=False)]
 
 
 def _label(policy: str) -> str:
@@ -332,6 +319,11 @@ def draw(
     def save(figure: Figure, name: str) -> Path:
         return save_all_kinds(figure, folder / f"{name}.png", said, title)
 
+    def pareto() -> list[Path]:
+        """Draw tokens/s of a user against those of all; nothing if no output has two tokens."""
+        spoken = [row for row in finished if row["tpot_s"]["mean"] > 0]
+        return [save(plot_pareto(spoken), "pareto")] if spoken else []
+
     finished = [row for row in rows if row["requests"]]
     if not finished:
         say("no request finished: there is nothing to draw")
@@ -344,7 +336,7 @@ def draw(
         if loads == {None}:
             say("all arrivals have the same time: there is no load to draw latency against")
             return written
-        written += _pareto(finished, save)
+        written += pareto()
         names = {row["policy"] for row in finished}
         baseline = "autoregressive" if "autoregressive" in names else None
         for metric, name in (("e2e_s", "e2e"), ("tpot_s", "tpot"), ("ttft_s", "ttft")):
@@ -355,7 +347,7 @@ def draw(
         return written
     last = [row for row in finished if row["batch"] == finished[-1]["batch"]]
     written = [
-        *_pareto(finished, save),
+        *pareto(),
         save(plot_latency_throughput(finished), "latency_throughput"),
         save(plot_over_time(last), "over_time"),
     ]
@@ -367,12 +359,6 @@ def draw(
         figure = plot_speedups(grids, [s.limits.max_batch for s in scenarios], columns)
         written.append(save(figure, "speedup"))
     return written
-
-
-def _pareto(rows: Sequence[Mapping[str, Any]], save: Callable[[Figure, str], Path]) -> list[Path]:
-    """Draw tokens/s of a user against those of all; nothing if no output has two tokens."""
-    spoken = [row for row in rows if row["tpot_s"]["mean"] > 0]
-    return [save(plot_pareto(spoken), "pareto")] if spoken else []
 
 
 def _speedups(
@@ -421,15 +407,6 @@ def assumption(latency: LatencyTable, batch: int) -> str:
 
 
 Pairs = Sequence[Sequence[float]]
-BEYOND = 1.25
-"""How far the figure reaches beyond the rate that was asked for."""
-
-
-class Crossing(NamedTuple):
-    """A rate at which two policies need equally many replicas, and each fewer on one side."""
-
-    rate: float
-    replicas: float
 
 
 def limits(pairs: Pairs) -> Floats:
@@ -457,8 +434,8 @@ def needed(row: Mapping[str, Any]) -> Floats:
     return steps
 
 
-def crossings(one: Pairs, other: Pairs) -> list[Crossing]:
-    """Return the points where the lines of two policies cross by more than rates are found to."""
+def crossings(one: Pairs, other: Pairs) -> list[tuple[float, float]]:
+    """Return (rate, replicas) where the lines of two policies cross by more than `FINE`."""
     a, b = limits(one), limits(other)
     most = min(len(a), len(b))
     with np.errstate(divide="ignore", invalid="ignore"):  # no rate at few replicas
@@ -469,7 +446,7 @@ def crossings(one: Pairs, other: Pairs) -> list[Crossing]:
         if gaps[left] * gaps[right] < 0:
             share = gaps[left] / (gaps[left] - gaps[right])
             count = left + 1 + share * (right - left)
-            found.append(Crossing(float(np.interp(count, np.arange(1, most + 1), a)), float(count)))
+            found.append((float(np.interp(count, np.arange(1, most + 1), a)), float(count)))
     return found
 
 
@@ -484,7 +461,7 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
     if not drawn:
         raise DraftsimError("no row has a curve: plan with curve=True, or relax the targets")
     rate = rows[0]["rate"]
-    end = BEYOND * rate
+    end = 1.25 * rate
     figure, axes = canvas(6.4, 4.0)
     tops = [1.0]
     # Lines that coincide would hide each other: each is drawn a little off its own number.
@@ -532,13 +509,13 @@ def _mark_crossings(
     marked = 0
     for (i, row), shift in zip(drawn, shifts, strict=True):
         look = {"color": series(i, 1)["color"]}
-        for crossing in crossings(row["curve"], plain) if row["policy"] != PLAIN else ():
-            if crossing.rate < end:
+        for rate, _ in crossings(row["curve"], plain) if row["policy"] != PLAIN else ():
+            if rate < end:
                 # On the policy's own step, where the eye looks for it.
-                step = float(needed(row).searchsorted(crossing.rate)) + 1 + shift
-                axes.plot(crossing.rate, step, marker="o", markersize=9, fillstyle="none", **look)
+                step = float(needed(row).searchsorted(rate)) + 1 + shift
+                axes.plot(rate, step, marker="o", markersize=9, fillstyle="none", **look)
                 axes.annotate(
-                    f"{crossing.rate:.3g}/s", (crossing.rate, step), xytext=(4, 8), fontsize=7,
+                    f"{rate:.3g}/s", (rate, step), xytext=(4, 8), fontsize=7,
                     textcoords="offset points", **look,
                 )  # fmt: skip
                 marked += 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -70,12 +71,8 @@ DIGITS = 3
 """Significant digits of a slider's stops; only the pair's own has all of its digits."""
 ALPHAS = (*(round(0.05 * i, 2) for i in range(20)), 0.98)
 """Stops of the acceptance slider; the recording is tilted to all but 0."""
-SERVED_BATCHES = 6
-"""Batch sizes at which engines are served in simulated time, at most."""
 REPLICATIONS = 2
 """Replications that ``draftsim tune --check`` serves, on the same random numbers."""
-MAPPED_CONTEXTS = 8
-"""Contexts of the map of best lengths, at most."""
 SHOWN = 5e-4
 """Relative differences below which a page of tenths of a percent shows none."""
 
@@ -94,25 +91,10 @@ def report_data(
 ) -> dict[str, Any]:
     """Return the data of the page about a recording, which `render` shows.
 
-    Parameters
-    ----------
-    trace, latency:
-        The recording and its costs.
-    logs:
-        Replays of `trace` to rank, one per policy and source; the best fixed draft length is
-        added.
-    notes:
-        Remarks by policy (`simulator.whatif.ranking`).
-    measured:
-        Real runs to compare predictions with.
-    pair:
-        Names of the ``target`` and the ``draft``, if the trace does not name them in full.
-    serve:
-        True to serve batches in simulated time, where the table has measured some.
-    resamples:
-        Bootstrap resamples over prompts.
-    progress:
-        Called with what is being computed, part after part.
+    ``logs`` are replays of `trace`, one per policy and source, with ``notes`` on policies; the best
+    fixed draft length is added.  ``measured`` runs are compared with predictions.  ``pair`` names
+    ``target`` and ``draft``, if the trace does not in full.  With `serve`, batches are served in
+    simulated time where the table has measured some.  ``progress`` is told what comes next.
 
     Raises
     ------
@@ -162,8 +144,10 @@ def render(data: dict[str, Any], title: str) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True,
                               lstrip_blocks=True)  # fmt: skip
     environment.filters.update(
-        speedup=_speedup, percent=_percent, signed=_signed, figure=_figure, named=_named
-    )
+        speedup=lambda value: "–" if value is None else three_digits(value), percent=_percent,
+        signed=lambda value: "–" if value is None else f"{100 * value:+.1f}%",
+        figure=lambda value: f"{value:.3g}", named=_named,
+    )  # fmt: skip
     return environment.from_string(_asset("page.html")).render(
         title=title,
         data=data,
@@ -302,7 +286,7 @@ def by_context(
     measured = default_contexts(latency, max(lengths))
     if len(measured) < 2:
         return None
-    places = np.linspace(0, len(measured) - 1, min(len(measured), MAPPED_CONTEXTS))
+    places = np.linspace(0, len(measured) - 1, min(len(measured), 8))  # no more columns fit
     contexts = [measured[round(i)] for i in places]
     found = speedups(logs, latency, sizes, contexts, weights)
     best = found[0].argmax(axis=-1)
@@ -325,7 +309,7 @@ def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[s
     """
     tuned = tune_vllm(trace, latency, sizes, draws=400)
     at = {row["batch"]: row for row in tuned.rows}
-    some = sorted({sizes[round(i)] for i in np.linspace(0, len(sizes) - 1, SERVED_BATCHES)})
+    some = sorted({sizes[round(i)] for i in np.linspace(0, len(sizes) - 1, 6)})
     scenarios = [
         replace(closed_load(trace, b, None, check_seed(0), latency), replications=REPLICATIONS)
         for b in some
@@ -487,9 +471,7 @@ def _categories(
     trace: Trace, logs: Sequence[RoundLog], latency: LatencyTable, draws: int
 ) -> dict[str, Any] | None:
     """Return speedups by category; None where there is one category alone."""
-    sizes: dict[str, int] = {}
-    for request in trace.requests:
-        sizes[request.category] = sizes.get(request.category, 0) + 1
+    sizes = Counter(request.category for request in trace.requests)
     if len(sizes) < 2:
         return None
     rows = to_rows(summarize(logs, latency, resamples=draws, by_category=True))
@@ -546,22 +528,10 @@ def _asset(name: str) -> str:
     return files("simulator.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _speedup(value: float | None) -> str:
-    return "–" if value is None else three_digits(value)
-
-
 def _percent(value: float | None, digits: int = 0) -> str:
     return "–" if value is None else f"{100 * value:.{digits}f}%"
-
-
-def _signed(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:+.1f}%"
 
 
 def _named(policy: str) -> Markup:
     """Return a policy's name that may break after its marks, and not within its words."""
     return Markup(re.sub(r"([:,=_])", r"\1<wbr>", str(escape(policy))))
-
-
-def _figure(value: float) -> str:
-    return f"{value:.3g}"

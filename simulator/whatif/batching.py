@@ -33,8 +33,6 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 
-FEWEST_STEPS = 200
-
 
 class BatchSteps(NamedTuple):
     """Steps of a batch, arrays of shape (steps,): those of one sample of prompts after another."""
@@ -68,14 +66,9 @@ class BatchSteps(NamedTuple):
 
 
 def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> BatchSteps:
-    """Return steps of `batch` slots, a sample per generator.
+    """Return steps of `batch` slots, a sample per generator, which draws requests with replacement.
 
-    Each draws requests with replacement, so that steps vary with them.
-
-    Raises
-    ------
-    DraftsimError
-        If ``batch < 1`` or the log has no rounds.
+    Raises DraftsimError if ``batch < 1`` or the log has no rounds.
     """
     if batch < 1:
         raise DraftsimError(f"batch is {batch}, expected at least 1")
@@ -99,16 +92,16 @@ def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
     # A bootstrap sample of prompts serves all slots, each in its own order.
     drawn = rng.choice(usable, len(usable))
     total = int(counts[drawn].sum())
-    steps = min(total, max(FEWEST_STEPS, total // batch))
+    steps = min(total, max(200, total // batch))
     # Slots begin in the midst of a request: else all would begin together.
     slots = [(rng.permutation(drawn), int(rng.integers(total))) for _ in range(batch)]
     order = np.concatenate([own for own, _ in slots])
-    # The slots' rounds are counted on, so that one search finds whose turn it is in each.
+    # The slots' rounds are counted on, so that one search finds the request that each one runs.
     ends = np.cumsum(counts[order])
     place = (np.arange(steps)[:, None] + [begin for _, begin in slots]) % total
     place += total * np.arange(batch)
-    turn = ends.searchsorted(place, side="right")
-    return np.asarray(place - ends[turn] + bounds[order[turn] + 1])
+    now = ends.searchsorted(place, side="right")
+    return np.asarray(place - ends[now] + bounds[order[now] + 1])
 
 
 def _summed(log: RoundLog, context: Ints, index: Ints) -> tuple[Any, ...]:
@@ -176,18 +169,9 @@ class _Taken(NamedTuple):
 
 
 class Samples:
-    """Bootstrap samples of a log's prompts in batches of one size.
+    """Bootstrap samples, `count` of them, of a log's prompts in batches of one size.
 
-    Parameters
-    ----------
-    log:
-        Rounds of single streams under a policy.
-    batch:
-        Slots.
-    count:
-        Samples.
-    seed:
-        Seed: logs of the same requests draw the same prompts in the same order.
+    With one `seed`, logs of the same requests draw the same prompts in the same order.
     """
 
     def __init__(self, log: RoundLog, batch: int, count: int, seed: int) -> None:
@@ -229,9 +213,7 @@ class Samples:
         return self._priced[latency, context]
 
     def at_ratios(self, c: Floats, verify: float) -> _Taken:
-        """Price with a draft pass of c and a verification of `verify` target passes; prices as
-        `c`.
-        """
+        """Return the time with a draft pass of c and a verification of `verify` target passes."""
         steps = self.steps
         costs = RatioCosts.of(steps.emitted, steps.longest, steps.width > 1)
         each, prompt = (costs.summed(own).at(c, verify) for own in (self.each, self.prompt))
@@ -241,14 +223,8 @@ class Samples:
 class InBatches:
     """A log in batches of one size, resampled: prices any table or cost ratio.
 
-    Parameters
-    ----------
-    log, batch, seed:
-        Those of `Samples`.
-    resamples:
-        Bootstrap samples of prompts, besides one for the value.
-    plain:
-        That of another log of the same requests, with as many resamples.
+    `resamples` come in addition to one sample for the value.  ``plain`` is that of another log of
+    the same requests, with as many resamples.
     """
 
     def __init__(
@@ -266,9 +242,7 @@ class InBatches:
         return self._compared(*(s.at_latency(latency, context) for s in (self._own, self.plain)))
 
     def at_ratios(self, c: Floats, verify: float) -> Speedups:
-        """Price with a draft pass of c and a verification of `verify` target passes; shape of
-        `c`.
-        """
+        """Price with draft passes of c, verifications of `verify` target passes; shape of `c`."""
         c = np.atleast_1d(c)
         return self._compared(self._own.at_ratios(c, verify), self.plain.at_ratios(np.zeros(1), 1))
 

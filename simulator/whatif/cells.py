@@ -83,19 +83,10 @@ ANY = "any"
 
 @dataclass(frozen=True)
 class SweepPart:
-    """Replays that share a trace: the unit that is computed, kept and, if need be, lost.
-
-    Parameters
-    ----------
-    alpha:
-        Acceptance to tilt to; None leaves the recording as it is.
-    batch:
-        Sequences decoded together.
-    policies:
-        Names, of those the study holds.
-    """
+    """Replays that share a trace: the unit that is computed, kept and, if need be, lost."""
 
     alpha: float | None
+    """Acceptance to tilt to; None leaves the recording as it is."""
     batch: int
     policies: tuple[str, ...]
 
@@ -161,20 +152,20 @@ class SweepRunner:
 
     def _priced(self, streams: _Singles | InBatches) -> dict[str, npt.NDArray[Any]]:
         prices = self.prices
-        pieces: list[dict[str, Any]] = []
+        found: list[dict[str, Any]] = []
         if len(prices.ratios):
             c = np.asarray(prices.ratios, dtype=np.float64)
             none = dict.fromkeys(CARRIED, np.full(len(c), np.nan))
-            pieces.append({"c": c, **streams.at_ratios(c, prices.verify)._asdict(), **none})
+            found.append({"c": c, **streams.at_ratios(c, prices.verify)._asdict(), **none})
         for context, at in product(prices.contexts, prices.tables):
-            found = streams.at_latency(at.table, context)
+            own = streams.at_latency(at.table, context)
             ends = sorted(
                 streams.at_latency(table, context).speedup[0]
                 for table in bounds_of(at.table) or ()
             ) or [np.nan, np.nan]  # fmt: skip
             carried = {name: np.array([end]) for name, end in zip(CARRIED, ends, strict=True)}
-            pieces.append({"c": np.array([np.nan]), **found._asdict(), **carried})
-        return {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
+            found.append({"c": np.array([np.nan]), **own._asdict(), **carried})
+        return {k: np.concatenate([p[k] for p in found]) for k in found[0]}
 
     def _labels(self) -> dict[str, npt.NDArray[Any]]:
         """Return the labels that tell the prices of one log apart, shape (prices,)."""
@@ -204,12 +195,8 @@ class SweepRunner:
 class _Singles:
     """A log of single streams against plain decoding: prices any table or cost ratio.
 
-    Parameters
-    ----------
-    weights:
-        How often each prompt is drawn, shape (resamples, prompts); None: no interval.
-    plain:
-        That of another log of the same requests.
+    `weights` tell how often each prompt is drawn, shape (resamples, prompts); None: no interval.
+    ``plain`` is that of another log of the same requests.
     """
 
     def __init__(
@@ -234,9 +221,7 @@ class _Singles:
         return self._compared(plain_s, ours.decode_s[None], max(ours.outside, outside))
 
     def at_ratios(self, c: Floats, verify: float) -> Speedups:
-        """Price with a draft pass of c and a verification of `verify` target passes; shape of
-        `c`.
-        """
+        """Price with draft passes of c, verifications of `verify` target passes; shape of `c`."""
         costs = ratio_costs(self._held[None])
         return self._compared(costs.plain, costs.at(c, verify), 0.0)
 

@@ -240,12 +240,11 @@ class Sweep:
         columns["tilt_error"] = np.where(columns["tilt_tried"], 0.0, np.nan)
         if self.error is not None and self.bench.tilter is not None:
             recorded = self.bench.tilter.alpha
-            reads = {n: bool(p.reads) for n, p in self.bench.policies.items()}
+            errors = {n: self.error.of(bool(p.reads)) for n, p in self.bench.policies.items()}
             rows = list(zip(columns["policy"].tolist(), rates.tolist(), strict=True))
             known = {
-                (name, rate): (error.at(rate, recorded), error.tried(rate, recorded))
+                (name, rate): (errors[name].at(rate, recorded), errors[name].tried(rate, recorded))
                 for name, rate in set(rows)
-                for error in (self.error.of(reads[name]),)
             }
             columns["tilt_error"] = np.array([known[row][0] for row in rows])
             columns["tilt_tried"] = np.array([known[row][1] for row in rows])

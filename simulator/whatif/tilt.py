@@ -47,13 +47,10 @@ Method = Literal["coupled", "redraw"]
 METHODS: tuple[Method, ...] = ("coupled", "redraw")
 LARGEST_SHIFT = 40.0
 """Log-odds beyond which no recorded chance is left undecided."""
-_HALVINGS = 32
 NUMERIC = ("prob", "entropy", "logit_margin", "prob_margin")
 """Signals with a magnitude; a token's id has none."""
 LONGEST_RUN = 12
 """Runs of matches at least this long are told apart no further."""
-NEIGHBOURS = 8
-"""Recorded mismatches of like signals among which a lender is drawn."""
 STALE = frozenset(n for n in COLUMNS if n.startswith("target_")) | {"draft_path_logprob", "overlap"}
 """Scores of the recorded drafts by the target, which new outcomes would contradict."""
 SCORES = frozenset(n for needed in SIGNAL_COLUMNS.values() for n in needed) - {"draft_token"}
@@ -63,17 +60,8 @@ SCORES = frozenset(n for needed in SIGNAL_COLUMNS.values() for n in needed) - {"
 class Rebuilder:
     """Makes traces of one recording with given matches; call it with them.
 
-    Parameters
-    ----------
-    trace:
-        The recording.
-    seed:
-        Seed of the choice among lenders; one choice per position, whatever the matches.
-
-    Raises
-    ------
-    DraftsimError
-        If the recording holds tails, but not one that is whole.
+    `seed` chooses among lenders, one per position, whatever the matches.  Raises DraftsimError if
+    the recording holds tails, but not one that is whole.
     """
 
     def __init__(self, trace: Trace, seed: int = 0) -> None:
@@ -170,7 +158,7 @@ class Rebuilder:
         scale = signals.std(axis=0)
         scale[scale == 0] = 1.0
         signals = signals / scale
-        count = min(NEIGHBOURS, len(pool))
+        count = min(8, len(pool))  # mismatches of like signals, among which one is drawn
         _, near = cKDTree(signals[pool]).query(signals, k=count)
         near = pool[near.reshape(len(signals), count)]
         shuffled = np.random.default_rng(self.seed).permuted(near, axis=1)
@@ -195,22 +183,9 @@ def _tail_lengths(trace: Trace) -> Ints:
 class MatchModel:
     """Logistic regression on splines of the signals and on the recent history.
 
-    Parameters
-    ----------
-    trace:
-        The recording it is fitted to, at every on-path position.
-
-    Attributes
-    ----------
-    signal_logit:
-        Contribution of the signals, per on-path position, intercept included.
-    run_logit, share_logit:
-        Contribution of a run of length k, and the weights of the share and its square.
-
-    Raises
-    ------
-    DraftsimError
-        If a match was not recorded, or all matches are alike: nothing to calibrate on.
+    ``signal_logit`` is the contribution of the signals per on-path position, intercept included;
+    ``run_logit`` that of a run of length k; ``share_logit`` weights the share and its square.
+    Raises DraftsimError if a match was not recorded, or all matches are alike.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -243,10 +218,9 @@ class MatchModel:
         self.share_logit: Floats = weights[split + LONGEST_RUN + 1 :]
 
     def histories(self, match: Bools) -> tuple[Ints, Floats]:
-        """Return the history before each on-path position, given all matches; (positions,) each.
+        """Return matches in a row (up to `LONGEST_RUN`) before each position, and their share.
 
-        That is the number of matches in a row, up to `LONGEST_RUN`, and the exponentially weighted
-        share of matches.
+        The share is exponentially weighted; both have shape (positions,).
         """
         from simulator.whatif.drawn import remembered  # loads the compiler
 
@@ -360,7 +334,7 @@ class Tilter:
                 raise DraftsimError(f"alpha is {value:g}, expected strictly between 0 and 1")
         low = np.full(wanted.shape, -LARGEST_SHIFT)
         high = -low
-        for _ in range(_HALVINGS):
+        for _ in range(32):
             middle = (low + high) / 2
             above = self._draw(middle).mean(axis=1) >= wanted
             low, high = np.where(above, low, middle), np.where(above, middle, high)
@@ -396,7 +370,7 @@ class Tilter:
         if self.method == "redraw":
             return uniform
         match = self._recorded
-        chance = _sigmoid(self.model.logit(match))
+        chance = 0.5 * (1 + np.tanh(0.5 * self.model.logit(match)))
         return np.where(match, chance * uniform, chance + (1 - chance) * uniform)
 
     @cached_property
@@ -443,7 +417,3 @@ def acceptance(trace: Trace) -> float:
     """Return the share of on-path drafts that match, of those whose verdict is known."""
     match: npt.NDArray[Any] = trace.columns["match"][trace.on_path]
     return float((match[match != UNKNOWN] == MATCH).mean())
-
-
-def _sigmoid(x: Floats) -> Floats:
-    return np.asarray(0.5 * (1 + np.tanh(0.5 * x)))

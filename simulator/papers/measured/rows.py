@@ -79,7 +79,8 @@ class Record(NamedTuple):
     ranks: int
 
 
-def _record(rows: Sequence[Evidence]) -> Record:
+def record(rows: Sequence[Evidence]) -> Record:
+    """Return the record of the rows."""
     errors = np.array([row.error for row in rows])
     within = [r.low <= r.measured <= r.high for r in rows if r.low is not None and r.high]
     signs = [r.sign_right for r in rows if r.sign_right is not None]
@@ -95,7 +96,7 @@ def by_study(rows: Sequence[Evidence]) -> Mapping[tuple[str, str], Record]:
     groups: dict[tuple[str, str], list[Evidence]] = {}
     for row in rows:
         groups.setdefault((row.study, kind_of(row.given)), []).append(row)
-    return {name: _record(group) for name, group in groups.items()}
+    return {name: record(group) for name, group in groups.items()}
 
 
 def kind_of(given: str) -> str:
