@@ -305,14 +305,6 @@ def _shown_speed(row: PredictedSpeed) -> Mapping[str, str]:
     }
 
 
-ONE_LENGTH = ("sglang", "llamacpp", "hf")
-"""Engines that take one draft length, whatever the load."""
-WITHOUT_SPEEDS = (
-    "counters hold acceptance and no costs: also give --bench, with runs without speculation and "
-    "with K = {k} at one concurrency"
-)
-
-
 def recommend(
     engine: Annotated[Engine, typer.Option(help="Engine of the server.")] = "vllm",
     bench: Annotated[
@@ -367,7 +359,10 @@ def recommend(
 
     if not bench:
         if metrics:
-            raise DraftsimError(WITHOUT_SPEEDS.format(k=load_positions(metrics).longest))
+            raise DraftsimError(
+                "counters hold acceptance and no costs: also give --bench, with runs without "
+                f"speculation and with K = {load_positions(metrics).longest} at one concurrency"
+            )
         raise DraftsimError(
             "no benchmark runs: give --bench, and --metrics if they hold no acceptance"
         )
@@ -420,7 +415,8 @@ def recommend(
     emit("recommend", [row.row for row in rows], json, more=more, printed=printed)
     for text in _remarks_on(server, rows, suggestions):
         note(text)
-    if engine in ONE_LENGTH and len({(row.k, row.p_min) for row in rows}) > 1:
+    one_length = engine in ("sglang", "llamacpp", "hf")
+    if one_length and len({(row.k, row.p_min) for row in rows}) > 1:
         note(
             f"{engine} has one draft length for every load: the command sets {_one_length(rows)}; "
             "--batch N chooses another load"

@@ -208,9 +208,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     plain = next((r for r in rows if r["policy"] == "autoregressive"), None)
     if plain is not None:
         said += [f"  {_compared(row, plain)}" for row in rows if row is not plain]
-    said += [
-        f"{row['policy']}: {_why_none(row)}" for row in rows if row["replicas"] is None
-    ]  # fmt: skip
+    said += [f"{row['policy']}: {_why_none(row)}" for row in rows if row["replicas"] is None]
     said += [
         f"{row['policy']}: too few requests to judge ({row['too_short']}): raise --requests"
         for row in rows if row["too_short"]

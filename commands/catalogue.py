@@ -19,9 +19,6 @@ from commands.common.output import JsonOption, OutOption, emit
 from commands.common.printed import print_entries
 from traces.errors import DraftsimError
 
-DEVICE_COLUMNS = ("name", "latencies", "measured", "composed", "bandwidth", "flops", "memory")
-"""Columns printed for a GPU.  Its source and other fields are only in --out and the JSON."""
-
 
 def list_all(
     policies: Annotated[
@@ -72,7 +69,9 @@ def list_all(
     rows = lists[chosen[0]][1]() if chosen else recording_rows()
     entries = chosen and chosen[0] in ("policies", "rules", "sources")
     printed = partial(print_entries, map(_entry, rows)) if entries else None
-    show = DEVICE_COLUMNS if chosen == ["devices"] else None
+    show = None
+    if chosen == ["devices"]:  # the source and other fields are only in --out and the JSON
+        show = ["name", "latencies", "measured", "composed", "bandwidth", "flops", "memory"]
     emit("list", rows, json, show=show, out=out, printed=printed)
 
 

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from traces.acceptance.trace import Trace
     from traces.sources.recording import Recordings
 
-COLUMNS = 10
-"""Values of a recorded token that take as long to read as it takes to replay."""
-
 
 def papers(
     trace: TraceOption = PAPERS_TRACE,
@@ -114,7 +111,8 @@ def papers(
 
     reading: list[Callable[[], Any]] = [beside, partial(sampled_runs, recorded, folder, sampled)]
     with working("reading recordings", alone=True) as say:
-        recordings, sampled_ones = results_of(reading, recorded.tokens * COLUMNS)
+        # Ten values of a recorded token take as long to read as it takes to replay.
+        recordings, sampled_ones = results_of(reading, recorded.tokens * 10)
         ours = Ours(
             recorded,
             recording.latency,
@@ -229,10 +227,7 @@ def print_evidence(
 ) -> None:
     """Print the record of every study, or with JSON every row; ``out`` gets every row too.
 
-    Raises
-    ------
-    DraftsimError
-        If no study's name contains `study`, or `logs` holds no logs.
+    Raises DraftsimError if no study's name contains `study`, or `logs` holds no logs.
     """
     from simulator.papers.measured import measured_rows
     from simulator.papers.measured.rows import by_study, notes_on
@@ -296,10 +291,6 @@ def _line(study: str, given: str, record: Record) -> Mapping[str, str]:
     }  # fmt: skip
 
 
-FOLDED = {"row": 38, "column": 28, "notes": 10}
-"""Characters that these columns may take before they are folded."""
-
-
 def print_papers(rows: Sequence[Row]) -> None:
     """Print one table for the rows of each published table and kind; numbers are never cut.
 
@@ -349,4 +340,4 @@ def _table(rows: Sequence[Row], numbers: dict[str, int]) -> Any:
         line = (label, row.column, cell_text("", row.published), ours, said)
         for column, text in zip(cells.values(), line, strict=True):
             column.append(printable(text))
-    return drawn(cells, {"paper", "ours"}, most=FOLDED)
+    return drawn(cells, {"paper", "ours"}, most={"row": 38, "column": 28, "notes": 10})

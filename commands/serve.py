@@ -46,10 +46,6 @@ if TYPE_CHECKING:
     from simulator.tune.gains import Leader, Span
     from traces.latency.table import LatencyTable
 
-MANY = 50_000
-"""With fewer requests the start of processes takes longer than it saves."""
-TOLD = 4
-"""Loads that the headline tells."""
 NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 """Latencies in words, by column."""
 MEAN = "(mean end-to-end latency)"
@@ -292,7 +288,9 @@ def where(
     """Return where that many requests are simulated; None: in this process."""
     if timeline is not None and (cluster is not None or (jobs or 1) > 1):
         raise DraftsimError("--timeline needs all runs in one process: drop --jobs and --cluster")
-    if cluster is None and (jobs == 1 or timeline is not None or (not jobs and requests < MANY)):
+    # With fewer requests the start of processes takes longer than it saves.
+    few = not jobs and requests < 50_000
+    if cluster is None and (jobs == 1 or timeline is not None or few):
         return None
     return chosen_executor(jobs, cluster)
 
@@ -424,9 +422,9 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> 
     shown = [
         f"{_at(one, closed)} {told(one)}" if one.ratio > 1
         else f"{_at(one, closed)} no policy is faster" + (f", {told(one)}" if one.ratio else "")
-        for one in found[:TOLD]
+        for one in found[:4]
     ]  # fmt: skip
-    more = "" if len(found) <= TOLD else f"; {len(found) - TOLD} more loads below"
+    more = "" if len(found) <= 4 else f"; {len(found) - 4} more loads below"
     return f"{unit} over no speculation: {'; '.join(shown)}{more}."
 
 
@@ -444,7 +442,9 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     every run complete, no targets, one replication, as many requests finished everywhere.
     """
     batches = all(row["concurrency"] is not None for row in rows)
-    targets = any(_asked(row) for row in rows)
+    targets = any(
+        math.isfinite(row[key]) for row in rows for key in ("ttft_target_s", "tpot_target_s")
+    )
     changing = any(row["length_changes"] for row in rows)
     fleets = any(row["replicas"] > 1 for row in rows)
     several = any(row["replications"] > 1 for row in rows)
@@ -473,10 +473,6 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
             **{k: row[k] for k in counted}, **{k: row[k] for k in told},
         })  # fmt: skip
     return table
-
-
-def _asked(row: Row) -> bool:
-    return any(math.isfinite(row[k]) for k in ("ttft_target_s", "tpot_target_s"))
 
 
 def print_measured(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -536,10 +532,10 @@ def guesses(rows: Sequence[Row]) -> list[str]:
     outside = [e for e in entries if e["origin"] == "extrapolated"]
     said = [
         f"  {e['passes']:,} {e['model']} {e['phase'].replace('_', ' ')} passes: "
-        f"batch {_span(e['batch'])}, {_each(e['new_tokens'])}, "
+        f"batch {_span(e['batch'])}, {many} token{'s' * (many != '1')} each, "
         f"context {_span(e['context'])}"
-        for e in outside
-    ]
+        for e in outside for many in [_span(e["new_tokens"])]
+    ]  # fmt: skip
     if outside:
         said.insert(0, "outside the measured sizes, priced by a fitted roofline:")
         said.append(f"  {MEASURE_MORE}")
@@ -555,11 +551,6 @@ def guesses(rows: Sequence[Row]) -> list[str]:
             "(--json lists them under coverage)"
         )
     return said
-
-
-def _each(ends: Sequence[float]) -> str:
-    many = _span(ends)
-    return f"{many} token{'s' * (many != '1')} each"
 
 
 def _span(ends: Sequence[float]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -42,7 +42,6 @@ from traces.errors import DraftsimError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from simulator.executors import Executor
     from simulator.recording import Recording
     from simulator.whatif.cells import Prices
     from simulator.whatif.sweep import Sweep
@@ -227,7 +226,12 @@ def sweep(
     wanted = out
     if out is not None and out.suffix in TABLES:
         out = out.with_suffix(".parquet")  # what an interrupted sweep goes on from
-    frame = _run(study, chosen_executor(jobs, cluster), out)
+    with progress_bar() as bar:
+        task = bar.add_task(f"sweeping {study.rows} points", total=len(study.parts))
+        frame = study.run(
+            chosen_executor(jobs, cluster), out=out,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
     fit, large = fitting(frame, prices, recorded)
     rows, ends = overview(fit), thresholds(fit)
     if wanted is not None and wanted != out:
@@ -292,15 +296,6 @@ def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
     """
     gpus = dict.fromkeys(at.gpu for at in prices.tables if at.scaled and gpu in (None, at.gpu))
     return recording.said + (f", scaled to {' and '.join(gpus)}" if gpus else "")
-
-
-def _run(study: Sweep, executor: Executor, out: Path | None) -> Any:
-    with progress_bar() as bar:
-        task = bar.add_task(f"sweeping {study.rows} points", total=len(study.parts))
-        return study.run(
-            executor, out=out,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )  # fmt: skip
 
 
 def _searched(
@@ -429,19 +424,9 @@ def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
         return
     shown = some_points(rows)
     axes = [n for n in VARYING if rows[n].nunique(dropna=False) > 1]
-    columns = [
-        "along",
-        "policy",
-        *axes,
-        "side",
-        "says",
-        "share_below_1",
-        "adapting",
-        "adapting_most",
-    ]
-    print_table(
-        shown.to_dict("records"), columns, "Where speedup is 1, with its interval over prompts"
-    )
+    columns = ["along", "policy", *axes, "side", "says", "share_below_1", "adapting"]
+    title = "Where speedup is 1, with its interval over prompts"
+    print_table(shown.to_dict("records"), [*columns, "adapting_most"], title)
     if len(shown) < len(rows):
         where = "" if out is None else f" and in {out.stem}.breakeven.parquet"
         note(f"{len(shown)} of {len(rows)} break-even points shown; all with --json{where}")
