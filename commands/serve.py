@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from commands.common.options import (
-    BatchInputs,
-    ClusterOption,
-    EngineLimits,
-    Policies,
-    ProcessOption,
-    batch_sizes,
-    chosen_executor,
-    positive_numbers,
-)
+from commands.common import options
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
@@ -95,7 +86,7 @@ class Loads:
     scale: Annotated[
         str | None, typer.Option(metavar="S,...", help="Replay --arrivals faster by these factors.")
     ] = None
-    process: ProcessOption = None
+    process: options.ProcessOption = None
 
     @property
     def sizes(self) -> dict[str, int] | None:
@@ -125,17 +116,17 @@ class Loads:
 
         return over_loads(
             base, table, arrivals=self.arrivals, process=self.process,
-            concurrency=None if self.batch is None else batch_sizes("--batch", self.batch),
-            rate=None if self.rate is None else positive_numbers("--rate", self.rate),
-            scale=None if self.scale is None else positive_numbers("--scale", self.scale),
+            concurrency=None if self.batch is None else options.batch_sizes("--batch", self.batch),
+            rate=None if self.rate is None else options.positive_numbers("--rate", self.rate),
+            scale=None if self.scale is None else options.positive_numbers("--scale", self.scale),
         )  # fmt: skip
 
 
 def serve(
-    inputs: BatchInputs,
-    policies: Policies,
+    inputs: options.BatchInputs,
+    policies: options.Policies,
     loads: Loads,
-    engine: EngineLimits,
+    engine: options.EngineLimits,
     settings: Annotated[
         Path | None,
         typer.Option(
@@ -190,7 +181,7 @@ def serve(
         int | None,
         typer.Option(min=1, help="Processes here. Default: one; for many requests, one per core."),
     ] = None,
-    cluster: ClusterOption = None,
+    cluster: options.ClusterOption = None,
     plots: Annotated[
         Path | None,
         typer.Option(
@@ -292,7 +283,7 @@ def where(
     few = not jobs and requests < 50_000
     if cluster is None and (jobs == 1 or timeline is not None or few):
         return None
-    return chosen_executor(jobs, cluster)
+    return options.chosen_executor(jobs, cluster)
 
 
 def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> tuple[float, float]:

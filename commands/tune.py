@@ -128,20 +128,14 @@ def tune(
     """
     from simulator.hardware.scaling import bounds_of
     from simulator.targets import parse_targets
+    from simulator.tune import launch
     from simulator.tune.costs import DEFAULT_LENGTHS
-    from simulator.tune.launch import (
-        FILE,
-        WITHOUT_MODEL,
-        check_drafter,
-        launch_line,
-        named_models,
-    )
     from simulator.tune.search import ONE_REQUEST, Search
     from simulator.tune.settings import laid_out, write_settings
 
     targets = None if slo is None else parse_targets(slo)
     recording = inputs.load(chooses="tune")
-    check_drafter(engine, recording)
+    launch.check_drafter(engine, recording)
     recorded = recording.trace
     search = Search(
         engine, None if batch is None else batch_sizes("--batch", batch), by_context,
@@ -170,7 +164,7 @@ def tune(
             return search.run(recorded, latency, progress=say, **common)
 
     tuned = searched(table)
-    target, drafter = named_models(recording, table)
+    target, drafter = launch.named_models(recording, table)
     if engine == "vllm" and tuned.document is not None:
         tuned = replace(tuned, document={**drafter.config(), **tuned.document})
     rows = [dict(row) for row in tuned.rows]
@@ -186,8 +180,8 @@ def tune(
         write_settings(tuned, out)
         remark(f"wrote {out}")
     captured = _captured(engine, tuned, table)
-    line = launch_line(
-        engine, tuned.document, target=target, file=str(out or FILE), drafter=drafter,
+    line = launch.launch_line(
+        engine, tuned.document, target=target, file=str(out or launch.FILE), drafter=drafter,
         captured=captured,
     )  # fmt: skip
     more: dict[str, Any] = {
@@ -219,7 +213,7 @@ def tune(
     for warning in tuned.warnings:
         note(f"warning: {warning}")
     setting = tuned.document if engine == "vllm" else None
-    if setting and "model" not in setting and setting.get("method") not in WITHOUT_MODEL:
+    if setting and "model" not in setting and setting.get("method") not in launch.WITHOUT_MODEL:
         note(
             'the recording does not name the drafter: add "model" to the setting before pasting it'
         )

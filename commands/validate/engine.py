@@ -14,20 +14,7 @@ from commands.common.drafted import load_recording
 from commands.common.output import note
 from commands.common.progress import working
 from commands.common.quiet import say_texts
-from commands.engine.check import (
-    SYNTHETIC,
-    WITH_DEFAULTS,
-    arms,
-    chances,
-    check_key,
-    compare_loads,
-    engine_options,
-    grid_of,
-    predicted,
-    run_apart,
-    say_defaults,
-    scenarios_in,
-)
+from commands.engine import check
 from commands.engine.options import named_loads
 from traces.errors import DraftsimError, FileError
 from traces.store.files import CHECKED, read_latency, write_latency
@@ -89,11 +76,11 @@ def engine_check(
     trace = recording.trace
     if limit is not None:
         trace = trace.select(range(min(limit, len(trace.requests))))
-    longest, options = latency.meta["engine"]["longest"], engine_options(latency, trace, kind)
+    longest, options = latency.meta["engine"]["longest"], check.engine_options(latency, trace, kind)
     work = Workload(trace, {}, loads, served.requests, repeats, served.seed)
     if not policies:
-        policies = predicted(latency, work, longest)
-    chosen = arms(policies, trace, longest, latency if not served.http else None)
+        policies = check.predicted(latency, work, longest)
+    chosen = check.arms(policies, trace, longest, latency if not served.http else None)
     work = replace(work, policies=chosen)
     for load, arrivals in loads.items():
         if (arrivals.concurrency or 0) > options.max_batch:
@@ -103,8 +90,8 @@ def engine_check(
     # Before the engine that is stepped by hand: a GPU holds one of them.
     plain = None
     if served.synthetic is not None or served.defaults:
-        rates = None if served.synthetic is None else chances(served.synthetic)
-        plain = run_apart(kind, options, work, rates)
+        rates = None if served.synthetic is None else check.chances(served.synthetic)
+        plain = check.run_apart(kind, options, work, rates)
         if rates is not None:
             return synthetic_rows(latency, work, plain, rates)
     if served.http:
@@ -112,8 +99,8 @@ def engine_check(
     from profiler.checks.turns import unfinished  # loads torch, which an engine has
 
     engine = kind.start(options)
-    grid = grid_of(options, work, latency) if remeasure else None
-    key = check_key(
+    grid = check.grid_of(options, work, latency) if remeasure else None
+    key = check.check_key(
         engine, latency, work, meta=engine.meta, grid=None if grid is None else vars(grid),
         turn_s=TURN_S,
     )  # fmt: skip
@@ -122,12 +109,12 @@ def engine_check(
         between = None
         if grid is not None:
             between = BetweenTable(engine, grid, work.seed, kept.within("table"))
-        rows = compare_loads(engine, latency, work, between, kept)
+        rows = check.compare_loads(engine, latency, work, between, kept)
         if between is not None:
             write_latency(between.table(), run / CHECKED)
     if plain is not None:
         rows = with_defaults(rows, plain)
-        say_defaults(rows, plain)
+        check.say_defaults(rows, plain)
     return rows
 
 
@@ -160,7 +147,7 @@ def compare_served(
         kind.serve(options, Path(room)) as server,
     ):
         clients = Clients(server, trace, latency.meta["device"])
-        key = check_key(
+        key = check.check_key(
             clients.engine, latency, work, options=vars(options), device=latency.meta["device"],
             **{kind.NAME: version(kind.NAME)},
         )  # fmt: skip
@@ -175,7 +162,7 @@ def compare_served(
                 note(f"wrote {run / SERVED}: `draftsim serve --latency` prices the server with it")
             except FileError as error:
                 note(f"the server's share of the time could not be written: {error}")
-            scenarios = scenarios_in(clients.engine, work)
+            scenarios = check.scenarios_in(clients.engine, work)
             return served_rows(measured, own, controls, latency, trace, chosen, scenarios)
 
 
@@ -225,11 +212,11 @@ def _measured(
 def columns_of(served: CheckedEngine, remeasure: bool) -> Sequence[str]:
     """Return the columns that the printed table of a check has."""
     if served.synthetic is not None:
-        return SYNTHETIC
+        return check.SYNTHETIC
     if served.http:
         return SHOWN_HTTP
     again = ("profile_error", "profile_speedup_error") if remeasure else ()
-    return (*SHOWN, *again, *(WITH_DEFAULTS if served.defaults else ()))
+    return (*SHOWN, *again, *(check.WITH_DEFAULTS if served.defaults else ()))
 
 
 def say_checked(served: CheckedEngine, rows: Sequence[Mapping[str, Any]]) -> None:

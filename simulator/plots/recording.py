@@ -17,14 +17,7 @@ from policies.registry import is_bound
 from simulator.bootstrap import intervals, resamples
 from simulator.formulas.general import empirical_survival
 from simulator.palette import COLOURS, GREY, INK
-from simulator.plots.look import (
-    canvas,
-    legend,
-    powers_of_two,
-    save_all_kinds,
-    series,
-    style,
-)
+from simulator.plots import look
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios, speedup_at
 from simulator.robustness import speedups_of
@@ -77,8 +70,8 @@ def plot_validation(rows: pd.DataFrame) -> Figure:
     right.set_xlim(-reach, reach)
     right.set_xlabel("prediction error (%)")
     for axes in (left, right):
-        style(axes, "x")
-    legend(figure, 2, of=left)
+        look.style(axes, "x")
+    look.legend(figure, 2, of=left)
     return figure
 
 
@@ -92,7 +85,7 @@ def plot_speedup(summary: pd.DataFrame) -> Figure:
     if "lower bound" not in set(rows["fidelity"]):
         rows = rows.sort_values("speedup", ascending=False, kind="stable")
     rows = _by_kind(rows)
-    figure, axes = canvas(6.8, 0.32 * len(rows) + 1.3)
+    figure, axes = look.canvas(6.8, 0.32 * len(rows) + 1.3)
     y = np.arange(len(rows))[::-1]
     _draw_rows(axes, rows, y, rows["kind"])
     for value, high, at in zip(rows["speedup"], rows["speedup_hi"], y, strict=True):
@@ -105,7 +98,7 @@ def plot_speedup(summary: pd.DataFrame) -> Figure:
     axes.margins(x=0.09)
     axes.set_xlabel("speedup over no speculation (×, 95% interval over prompts)")
     if rows["kind"].nunique() > 1:
-        legend(figure, 3)
+        look.legend(figure, 3)
     return figure
 
 
@@ -144,7 +137,7 @@ def _draw_rows(axes: Axes, rows: pd.DataFrame, y: npt.NDArray[Any], kinds: Itera
     for i in np.flatnonzero(np.diff(of_places)):
         axes.axhline(len(of_places) - i - 1.5, color=GREY, linewidth=0.6)
     axes.axvline(1, color=INK, linewidth=0.8)
-    style(axes, "x")
+    look.style(axes, "x")
 
 
 def plot_categories(by_category: pd.DataFrame) -> Figure:
@@ -173,7 +166,7 @@ def plot_categories(by_category: pd.DataFrame) -> Figure:
         axes.set_yticks([*places.values()], [*places])
     figure.supxlabel("speedup over no speculation (×, 95% interval over prompts)", fontsize=9)
     if rows["kind"].nunique() > 1:
-        legend(figure, 3, of=grid[0])
+        look.legend(figure, 3, of=grid[0])
     return figure
 
 
@@ -192,7 +185,7 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
     which is marked.
     """
     c = np.geomspace(0.005, 1, 200)
-    figure, axes = canvas(7.2, 3.8)
+    figure, axes = look.canvas(7.2, 3.8)
     plain = price(autoregressive(logs[0]), latency)
     sums = [carried_sums(price(log, latency), plain, own) for log in logs]
     if own.ratio > 0:
@@ -206,10 +199,10 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
         label += " (bound)" if is_bound(logs[i].policy) else ""
         label += " ~" if logs[i].fidelity == "approximate" else ""
         label += f"  {three_digits(here[i])}"
-        look = series(int(i), len(c), logs[i].policy)
+        line_of = look.series(int(i), len(c), logs[i].policy)
         if logs[i].fidelity == "approximate" and not is_bound(logs[i].policy):
-            look["linewidth"] = 0.9
-        axes.plot(c, speedup_at(sums[i], c, own.verify), label=label, **look)
+            line_of["linewidth"] = 0.9
+        axes.plot(c, speedup_at(sums[i], c, own.verify), label=label, **line_of)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.axhline(1, color=INK, linewidth=0.8)
@@ -221,8 +214,8 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
     axes.set_ylim(bottom=0)
     axes.set_xlabel("cost ratio c = T_draft / T_target")
     axes.set_ylabel("speedup over no speculation (×)")
-    style(axes, "both")
-    legend(figure, title="speedup at this pair's c")
+    look.style(axes, "both")
+    look.legend(figure, title="speedup at this pair's c")
     if any(log.fidelity == "approximate" for log in logs):
         axes.set_xlabel(f"{axes.get_xlabel()}   (~ approximate)")
     return figure
@@ -250,7 +243,7 @@ def plot_survival(trace: Trace, gamma: int = 16) -> Figure:
     low, high = intervals(drawn @ table / drawn.sum(axis=1, keepdims=True))
     alpha = acceptance(trace)
     k = np.arange(1, gamma + 1)
-    figure, axes = canvas(5.6, 3.6)
+    figure, axes = look.canvas(5.6, 3.6)
     axes.fill_between(k, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
     axes.plot(k, weight @ table / weight.sum(), "o-", color=COLOURS[0], markersize=4,
               label="recorded (95% interval over prompts)")  # fmt: skip
@@ -261,7 +254,7 @@ def plot_survival(trace: Trace, gamma: int = 16) -> Figure:
     axes.set_xlabel("draft length k (tokens)")
     axes.set_ylabel("share of positions whose next k\ndrafts are all accepted")
     axes.legend(frameon=False, fontsize=8)
-    style(axes, "both")
+    look.style(axes, "both")
     return figure
 
 
@@ -273,18 +266,18 @@ def plot_robustness(speedups: pd.DataFrame) -> Figure:
     mean = float(speedups.loc[speedups["policy"] == "fixed", "speedup"].mean())
     if not mean > 0:
         raise DraftsimError("the policy fixed, to which speedups are relative, is not in the table")
-    figure, axes = canvas(6.4, 3.6)
+    figure, axes = look.canvas(6.4, 3.6)
     for i, (name, part) in enumerate(speedups.groupby("policy", sort=False)):
         value = part["speedup"].to_numpy(float) / mean
         label = f"{name}  {value.mean():.2f} ± {value.std(ddof=1):.2f}"
-        axes.plot(part["gamma"], value, label=label, **series(i, 1))
+        axes.plot(part["gamma"], value, label=label, **look.series(i, 1))
     axes.axhline(1, color=INK, linewidth=0.8)
     ticks = sorted({int(g) for g in speedups["gamma"]})
-    powers_of_two(axes, [g for g in ticks if g in (1, 2, 3, 4, 6, 8, 12, 16, 24)])
+    look.powers_of_two(axes, [g for g in ticks if g in (1, 2, 3, 4, 6, 8, 12, 16, 24)])
     axes.set_xlabel("initial draft length γ (tokens)")
     axes.set_ylabel("speedup relative to\nthe mean of fixed (×)")
-    style(axes, "both")
-    legend(figure, title="mean ± sd over γ")
+    look.style(axes, "both")
+    look.legend(figure, title="mean ± sd over γ")
     return figure
 
 
@@ -363,7 +356,7 @@ def save_all(
     if validation is not None:
         figures["validation"] = plot_validation(validation.dropna(subset=["predicted_s"]))
     paths = [
-        save_all_kinds(figure, folder / f"{name}.png", label, title)
+        look.save_all_kinds(figure, folder / f"{name}.png", label, title)
         for name, figure in figures.items()
     ]
     return WrittenPlots(paths, said)

@@ -26,15 +26,7 @@ from policies.rules.base import VerifyRule
 from simulator.capacity import FINE
 from simulator.chosen import Say, silent
 from simulator.palette import GREY, INK
-from simulator.plots.look import (
-    LEAST_REACH,
-    canvas,
-    legend,
-    mark_bar,
-    save_all_kinds,
-    series,
-    style,
-)
+from simulator.plots import look
 from simulator.serving import Scenario, over_batches, sweep
 from simulator.serving.study import break_even_load
 from traces.acceptance.trace import Trace
@@ -53,14 +45,14 @@ def plot_latency_throughput(rows: Rows) -> Figure:
     Replications are drawn with their 95% intervals.
     """
     frame = _frame(rows)
-    figure, axes = canvas(6.0, 3.8)
+    figure, axes = look.canvas(6.0, 3.8)
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("batch")
         x, y = line["throughput_tok_s"], 1e3 * line["tpot_s_mean"]
-        look = series(i, 1, policy)
-        axes.plot(x, y, **look, label=_label(policy))
+        line_of = look.series(i, 1, policy)
+        axes.plot(x, y, **line_of, label=_label(policy))
         if _replicated(line, "tpot_s"):
-            bar = {"color": look["color"], "linewidth": 1}
+            bar = {"color": line_of["color"], "linewidth": 1}
             axes.hlines(y, line["throughput_tok_s_lo"], line["throughput_tok_s_hi"], **bar)
             low, high = (1e3 * line[f"tpot_s_{end}"] for end in ("lo", "hi"))
             axes.vlines(x, low, high, **bar)
@@ -96,27 +88,27 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
     plain = frame[frame["policy"] == baseline].sort_values("rate")
     if plain.empty:
         raise DraftsimError(f"no row of the baseline {baseline!r}")
-    figure, axes = canvas(6.0, 3.8)
+    figure, axes = look.canvas(6.0, 3.8)
     metric = f"{latency}_mean"
     unit, per_s = ("s", 1) if latency == "e2e_s" else ("ms", 1e3)
     crossed = 0
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("rate")
-        look = series(i, 1, policy)
-        axes.plot(line["rate"], per_s * line[metric], **look, label=_label(policy))
+        line_of = look.series(i, 1, policy)
+        axes.plot(line["rate"], per_s * line[metric], **line_of, label=_label(policy))
         if _replicated(line, latency):
             low, high = (per_s * line[f"{latency}_{end}"] for end in ("lo", "hi"))
-            axes.vlines(line["rate"], low, high, color=look["color"], linewidth=1)
+            axes.vlines(line["rate"], low, high, color=line_of["color"], linewidth=1)
         if policy == baseline:
             continue
         shared = line.merge(plain, on="rate", suffixes=("", "_plain"))
         load = break_even_load(shared["rate"], shared[metric], shared[f"{metric}_plain"])
         if np.isfinite(load):
-            axes.axvline(load, color=look["color"], linestyle=(0, (1, 2)), linewidth=1)
+            axes.axvline(load, color=line_of["color"], linestyle=(0, (1, 2)), linewidth=1)
             axes.annotate(
                 f"{policy}: {load:.2g}/s", (load, 1), xycoords=("data", "axes fraction"),
                 xytext=(2, -9 - 10 * crossed), textcoords="offset points", fontsize=7,
-                color=look["color"],
+                color=line_of["color"],
             )  # fmt: skip
             crossed += 1
     axes.set_xlabel(
@@ -142,7 +134,7 @@ def plot_pareto(rows: Rows) -> Figure:
     """
     frame = _frame(rows).assign(user=lambda all_rows: 1 / all_rows["tpot_s_mean"])
     loads = bool(frame["concurrency"].isna().any())
-    figure, axes = canvas(6.4, 4.0)
+    figure, axes = look.canvas(6.4, 4.0)
     real = frame[~frame["policy"].map(is_bound)]
     best = real.sort_values(["user", "throughput_tok_s"], ascending=False, kind="stable")
     best = best[best["throughput_tok_s"] > best["throughput_tok_s"].cummax().shift(fill_value=-1)]
@@ -152,8 +144,8 @@ def plot_pareto(rows: Rows) -> Figure:
     )  # fmt: skip
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("rate" if loads else "batch")
-        look = series(i, 1, policy)
-        axes.plot(line["user"], line["throughput_tok_s"], **look, label=_label(policy))
+        line_of = look.series(i, 1, policy)
+        axes.plot(line["user"], line["throughput_tok_s"], **line_of, label=_label(policy))
     width, height = (float(frame[name].max()) for name in ("user", "throughput_tok_s"))
     named: list[tuple[str, float, float]] = []
     for _, row in best.iterrows():
@@ -189,17 +181,17 @@ def plot_over_time(rows: Rows) -> Figure:
     shown = [("batch", "requests running"), ("kv_blocks", "KV blocks in use")]
     for axes, (name, label) in zip(panels, shown, strict=False):
         for i, row in enumerate(rows):
-            look = {**series(i, 1, row["policy"]), "marker": ""}
+            line_of = {**look.series(i, 1, row["policy"]), "marker": ""}
             times, values = row["over_time"]["time_s"], row["over_time"][name]
-            axes.step(times, values, where="post", **look, label=_label(row["policy"]))
+            axes.step(times, values, where="post", **line_of, label=_label(row["policy"]))
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
-        style(axes)
+        look.style(axes)
     rate, batch = rows[0]["rate"], rows[0]["batch"]
     where = f"at {rate:.3g} requests/s" if rows[0]["concurrency"] is None and rate else ""
     panels[-1].set_xlabel(f"simulated time (s) {where or f'at batch {batch}'}")
-    legend(figure, 4, of=panels[0])
+    look.legend(figure, 4, of=panels[0])
     return figure
 
 
@@ -226,7 +218,9 @@ def plot_speedups(
     every = np.concatenate([grid.ravel() for grid in grids.values()])
     # As far to either side of 1, so that equal shades are equal factors.
     reach = max(
-        1 + LEAST_REACH, np.nanmax(every, initial=1.0), 1 / np.nanmin(every[every > 0], initial=1.0)
+        1 + look.LEAST_REACH,
+        np.nanmax(every, initial=1.0),
+        1 / np.nanmin(every[every > 0], initial=1.0),
     )
     scale = LogNorm(1 / reach, reach)
     for axes, (name, grid) in zip(panels.ravel(), grids.items(), strict=False):
@@ -251,7 +245,7 @@ def plot_speedups(
     bar.set_label("speedup over\nno speculation", fontsize=8)
     bar.ax.yaxis.set_major_locator(FixedLocator([1 / reach, reach**-0.5, 1, reach**0.5, reach]))
     bar.ax.yaxis.set_minor_locator(NullLocator())
-    mark_bar(bar)
+    look.mark_bar(bar)
     return figure
 
 
@@ -292,8 +286,8 @@ def _plain_logarithm(axis: Axis) -> None:
 
 
 def _finish(figure: Figure, axes: Axes) -> None:
-    style(axes)
-    legend(figure, 4)
+    look.style(axes)
+    look.legend(figure, 4)
 
 
 MOST_CONTEXTS = 5
@@ -317,7 +311,7 @@ def draw(
     said = assumption(latency, max(s.limits.max_batch for s in scenarios))
 
     def save(figure: Figure, name: str) -> Path:
-        return save_all_kinds(figure, folder / f"{name}.png", said, title)
+        return look.save_all_kinds(figure, folder / f"{name}.png", said, title)
 
     def pareto() -> list[Path]:
         """Draw tokens/s of a user against those of all; nothing if no output has two tokens."""
@@ -462,27 +456,27 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
         raise DraftsimError("no row has a curve: plan with curve=True, or relax the targets")
     rate = rows[0]["rate"]
     end = 1.25 * rate
-    figure, axes = canvas(6.4, 4.0)
+    figure, axes = look.canvas(6.4, 4.0)
     tops = [1.0]
     # Lines that coincide would hide each other: each is drawn a little off its own number.
     spread: Floats = np.linspace(-0.06, 0.06, len(drawn)) * (len(drawn) - 1)
     for (i, row), shift in zip(drawn, spread, strict=True):
         steps = needed(row)
-        look = series(i, 1)
+        line_of = look.series(i, 1)
         x = np.concatenate(([0.0], steps[steps < end]))
         y = np.arange(1, len(x) + 1)
         if len(x) <= len(steps):  # this many meet the SLO beyond the figure
             x, y = np.append(x, end), np.append(y, y[-1])
         else:
             y = np.append(y[:-1], y[-2])
-        axes.step(x, y + shift, where="post", **{**look, "marker": ""}, label=row["policy"])
+        axes.step(x, y + shift, where="post", **{**line_of, "marker": ""}, label=row["policy"])
         tops.append(float(y[-1]))
         if row["replicas"] is not None:
             count, low, high = (row[f"replicas{which}"] for which in ("", "_lo", "_hi"))
             bar = [[count - (low or count)], [(high or count) - count]]
             axes.errorbar(
-                [rate * (1 + 0.06 * shift)], [count + shift], bar,
-                color=look["color"], marker=look["marker"], markersize=5, capsize=2, linewidth=1,
+                [rate * (1 + 0.06 * shift)], [count + shift], bar, color=line_of["color"],
+                marker=line_of["marker"], markersize=5, capsize=2, linewidth=1,
             )  # fmt: skip
     said = _mark_crossings(axes, drawn, spread, end)
     axes.axvline(rate, color=GREY, linewidth=0.8, zorder=0)
@@ -495,8 +489,8 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
     axes.set_xlabel(
         f"requests per second (markers: at {rate:.4g}/s{', bars: 95%' if bars else ''})\n{said}"
     )
-    style(axes)
-    legend(figure, 3)
+    look.style(axes)
+    look.legend(figure, 3)
     return figure
 
 
@@ -508,15 +502,15 @@ def _mark_crossings(
         return f"{PLAIN} meets the SLO at no rate"
     marked = 0
     for (i, row), shift in zip(drawn, shifts, strict=True):
-        look = {"color": series(i, 1)["color"]}
+        line_of = {"color": look.series(i, 1)["color"]}
         for rate, _ in crossings(row["curve"], plain) if row["policy"] != PLAIN else ():
             if rate < end:
                 # On the policy's own step, where the eye looks for it.
                 step = float(needed(row).searchsorted(rate)) + 1 + shift
-                axes.plot(rate, step, marker="o", markersize=9, fillstyle="none", **look)
+                axes.plot(rate, step, marker="o", markersize=9, fillstyle="none", **line_of)
                 axes.annotate(
                     f"{rate:.3g}/s", (rate, step), xytext=(4, 8), fontsize=7,
-                    textcoords="offset points", **look,
+                    textcoords="offset points", **line_of,
                 )  # fmt: skip
                 marked += 1
     return f"rings: crosses {PLAIN}" if marked else f"no line crosses that of {PLAIN}"

@@ -26,6 +26,7 @@ from markupsafe import Markup, escape
 from policies.arrays import Floats
 from policies.lengths.basic import Fixed
 from policies.registry import is_bound
+from simulator import summary
 from simulator.bootstrap import gain, resamples
 from simulator.hardware.scaling import bounds_of, bounds_words, scaling_words
 from simulator.palette import COLOURS
@@ -33,22 +34,7 @@ from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios
 from simulator.recording import Recording
 from simulator.serving import sweep
-from simulator.summary import (
-    degenerate,
-    gains_over,
-    price_all,
-    speedups_over,
-    summarize,
-    summarize_runs,
-    to_rows,
-)
-from simulator.tune.costs import (
-    DEFAULT_LENGTHS,
-    default_contexts,
-    fixed_logs,
-    longest_draft,
-    price_grid,
-)
+from simulator.tune import costs
 from simulator.tune.served import check_seed, closed_load, rivals
 from simulator.tune.vllm import tune_vllm
 from simulator.validation import compare, verdict
@@ -244,7 +230,7 @@ def loads(trace: Trace, latency: LatencyTable, serve: bool, draws: int) -> dict[
     sizes = latency.usual_batches
     if len(sizes) < 2:
         return {"batches": None, "contexts": None, "serving": None}
-    plain, logs = fixed_logs(trace, [k for k in DEFAULT_LENGTHS if k])
+    plain, logs = costs.fixed_logs(trace, [k for k in costs.DEFAULT_LENGTHS if k])
     weights = resamples(len(trace.requests), draws, 0)
     priced = [plain, *logs.values()]
     return {
@@ -268,7 +254,7 @@ def speedups(
     """
     found = []
     for batch, context in product(sizes, contexts):
-        grid = price_grid(logs, latency, batch, context)
+        grid = costs.price_grid(logs, latency, batch, context)
         plain, *options = np.stack([grid.tokens, grid.seconds], axis=1)
         cell = np.array([gain(own, plain, weights) for own in options]).T
         found.append(np.where(np.isnan(cell), cell[0], cell))  # one prompt has no interval
@@ -283,7 +269,7 @@ def by_context(
 
     None where passes were measured at one context alone.
     """
-    measured = default_contexts(latency, max(lengths))
+    measured = costs.default_contexts(latency, max(lengths))
     if len(measured) < 2:
         return None
     places = np.linspace(0, len(measured) - 1, min(len(measured), 8))  # no more columns fit
@@ -314,7 +300,7 @@ def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[s
         replace(closed_load(trace, b, None, check_seed(0), latency), replications=REPLICATIONS)
         for b in some
     ]
-    others = rivals(longest_draft(trace))
+    others = rivals(costs.longest_draft(trace))
     policies = others if tuned.document is None else {**others, "tuned": tuned.policy}
     rows = sweep(trace, latency, policies, scenarios)
     kept = [
@@ -345,11 +331,13 @@ def ranked(
     at any, ``note`` both; ``fitted`` policies were fitted to the pair's own costs, and would decide
     otherwise at others; ``own`` rows are drafted by that source.
     """
-    plain, *runs = price_all(logs, latency)
-    rows = to_rows(summarize_runs([plain, *runs], resamples=draws))[1:]
+    plain, *runs = summary.price_all(logs, latency)
+    rows = summary.to_rows(summary.summarize_runs([plain, *runs], resamples=draws))[1:]
     names = [row["policy"] for row in rows]
-    for row, run, same in zip(rows, runs, degenerate([run.log for run in runs]), strict=True):
-        slowed = speedups_over(plain, run)
+    for row, run, same in zip(
+        rows, runs, summary.degenerate([run.log for run in runs]), strict=True
+    ):
+        slowed = summary.speedups_over(plain, run)
         again = names.count(row["policy"]) > 1
         row["name"] = f"{row['policy']} ({row['source']})" if again else row["policy"]
         row["at_own"] = notes.get(row["policy"]) if row["source"] == own else None
@@ -405,8 +393,8 @@ def headline(
     drafted = [row for row in rows if row["own"]]
     first = winner(drafted)
     other = fixed if second is None else second
-    _, run, rival = price_all([own[top], own[other]], latency)
-    [(value, low, high)] = gains_over(rival, [run], resamples=draws)
+    _, run, rival = summary.price_all([own[top], own[other]], latency)
+    [(value, low, high)] = summary.gains_over(rival, [run], resamples=draws)
     known = bool(np.isfinite([low, high]).all())
     return {
         "policy": top, "fixed": fixed, "next": second,
@@ -474,7 +462,7 @@ def _categories(
     sizes = Counter(request.category for request in trace.requests)
     if len(sizes) < 2:
         return None
-    rows = to_rows(summarize(logs, latency, resamples=draws, by_category=True))
+    rows = summary.to_rows(summary.summarize(logs, latency, resamples=draws, by_category=True))
     kept = ("category", "policy", "source", "speedup", "speedup_lo", "speedup_hi")
     return {
         "names": list(sizes),
@@ -494,7 +482,7 @@ def _validation(
         return None
     rows = compare([price(log, latency) for log in own.values()], times)
     left_out = sorted(set(measured.times["policy"]) - set(own))
-    return {**verdict(rows)._asdict(), "rows": to_rows(rows), "left_out": left_out}
+    return {**verdict(rows)._asdict(), "rows": summary.to_rows(rows), "left_out": left_out}
 
 
 def names_of(recording: Recording) -> Mapping[str, str]:
