@@ -85,12 +85,12 @@ def demo(
         checked = SpotCheck(Given(out, repeats=size.repeats, remeasure=True)).rows()
     emit("demo", checked, json, show=columns_shown(checked))
     say_verdict(checked)
-    drawn = save_all(
+    paths, left_out = save_all(
         trace, latency, ranking.logs, out / "plots", checked,
         title=f"{out.name}, {latency.meta['device']}",
     )  # fmt: skip
-    say_drawn(drawn.paths)
-    for line in drawn.left_out:
+    say_drawn(paths)
+    for line in left_out:
         note(line)
     note(f"wrote {_page(out, trace, ranking)}: a report of all this, for a browser")
 

@@ -220,12 +220,12 @@ def simulate(
             raise DraftsimError("--plots compares policies with the draft model: name some")
         # Lossy ones are drawn where they were asked for.
         own = {log.policy for log in more} if by_name else {*asked.ruled}
-        drawn = save_all(
+        paths, left_out = save_all(
             recorded, table, compared.ranking.logs, plots, texts=policy, title=recording.said,
             systems=[log for log in more if lossless(log.verify) or log.policy in own],
         )  # fmt: skip
-        say_drawn(drawn.paths)
-        for line in drawn.left_out:
+        say_drawn(paths)
+        for line in left_out:
             note(line)
 
 

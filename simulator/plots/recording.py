@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -289,20 +289,12 @@ FEW = 6
 """Names that a line on what is left out still lists."""
 
 
-class WrittenPlots(NamedTuple):
-    """Plots that were written."""
-
-    paths: list[Path]
-    left_out: list[str]
-    """A line for each plot that does not hold all policies."""
-
-
 def save_all(
     trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], folder: Path,
     validation: pd.DataFrame | None = None, systems: Sequence[RoundLog] = (),
     texts: Sequence[str] | None = None, title: str = "",
-) -> WrittenPlots:  # fmt: skip
-    """Draw everything a recording shows into `folder`.
+) -> tuple[list[Path], list[str]]:  # fmt: skip
+    """Draw everything a recording shows into `folder`; return the files, and what they leave out.
 
     ``logs`` are of the draft model; ``systems``, with their own drafts or rules, are added to plots
     of speedups.  Every plot shows the policies named in ``texts`` if it can, and the fastest; plots
@@ -359,4 +351,4 @@ def save_all(
         look.save_all_kinds(figure, folder / f"{name}.png", label, title)
         for name, figure in figures.items()
     ]
-    return WrittenPlots(paths, said)
+    return paths, said

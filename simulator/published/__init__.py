@@ -98,13 +98,6 @@ class EngineRun(NamedTuple):
     """Tokens a round; None if it was not said."""
 
 
-class EngineStudy(NamedTuple):
-    """Runs of one engine and pair, by load and draft length; 0 is plain decoding."""
-
-    name: str
-    runs: Mapping[int, Mapping[int, EngineRun]]
-
-
 def published_rows(name: str) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV file of this folder."""
     with files(__name__).joinpath(f"{name}.csv").open(encoding="utf-8") as file:
@@ -167,14 +160,14 @@ def _ladders() -> dict[str, dict[int, Length]]:
     return found
 
 
-def _engines() -> tuple[EngineStudy, ...]:
+def _engines() -> dict[str, dict[int, dict[int, EngineRun]]]:
     found: dict[str, dict[int, dict[int, EngineRun]]] = {}
     for row in published_rows("engines"):
         emitted = float(row["emitted"]) if row["emitted"] else None
         loads = found.setdefault(row["study"], {})
         run = EngineRun(float(row["tokens_per_s"]), emitted)
         loads.setdefault(int(row["load"]), {})[int(row["draft_length"])] = run
-    return tuple(EngineStudy(name, runs) for name, runs in found.items())
+    return found
 
 
 SOURCES = {
@@ -209,3 +202,4 @@ RTX3090_PLAIN = 41.57
 RTX3090 = _ladders()
 """A ladder of draft lengths by drafter."""
 ENGINE_STUDIES = _engines()
+"""Runs by study, load and draft length; 0 is plain decoding."""

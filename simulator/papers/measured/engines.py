@@ -30,7 +30,7 @@ from simulator.published import (
     GAMMATUNE,
     RTX3090,
     RTX3090_PLAIN,
-    EngineStudy,
+    EngineRun,
     Length,
     published_rows,
 )
@@ -124,18 +124,17 @@ def _family(totals: tuple[tuple[int, float], ...], length: int) -> Interval:
 def engine_rows() -> list[Evidence]:
     """Return predictions of every study's runs from the fewest of them that determine it."""
     rows: list[Evidence] = []
-    for study in ENGINE_STUDIES:
-        for load, runs in study.runs.items():
+    for study, loads in ENGINE_STUDIES.items():
+        for load, runs in loads.items():
             if all(run.emitted is not None for run in runs.values()):
-                rows += _lengths(study, load)
-            elif load != min(study.runs):
-                rows += _elsewhere(study, load)
+                rows += _lengths(study, runs)
+            elif load != min(loads):
+                rows += _elsewhere(study, loads[min(loads)], load, runs)
     return [*rows, *_positions()]
 
 
-def _lengths(study: EngineStudy, load: int) -> Iterator[Evidence]:
+def _lengths(study: str, runs: Mapping[int, EngineRun]) -> Iterator[Evidence]:
     """Yield the prediction of each draft length from each other one, given its tokens a round."""
-    runs = study.runs[load]
     plain = runs[0].tokens_per_s
     for given, run in runs.items():
         if not given:
@@ -150,24 +149,25 @@ def _lengths(study: EngineStudy, load: int) -> Iterator[Evidence]:
                 plain / cycle_at({given: cycle}, asked)
             )
             rows.append(evidence(
-                study.name, f"{ONE}: {given}", f"tokens/s at length {asked}", speed,
+                study, f"{ONE}: {given}", f"tokens/s at length {asked}", speed,
                 other.tokens_per_s, plain,
             ))  # fmt: skip
         yield from ranked(rows, [plain, run.tokens_per_s])
 
 
-def _elsewhere(study: EngineStudy, load: int) -> Iterator[Evidence]:
+def _elsewhere(
+    study: str, alone: Mapping[int, EngineRun], load: int, here: Mapping[int, EngineRun]
+) -> Iterator[Evidence]:
     """Yield lengths at a load from one of them there, and from all at the smallest load.
 
     A round emits as much at every load.  With the tokens of a round unknown, the speeds at the
     smallest load only say how much more time than tokens a longer draft takes there; at the
     other load the drafts are taken to be as dear.
     """
-    alone, here = study.runs[min(study.runs)], study.runs[load]
     given = min(n for n in here if n)
     rows = [
         evidence(
-            study.name, f"{ELSEWHERE}: length {given} at {load} streams",
+            study, f"{ELSEWHERE}: length {given} at {load} streams",
             f"tokens/s of {load} streams at length {asked}",
             here[given].tokens_per_s * alone[asked].tokens_per_s / alone[given].tokens_per_s,
             run.tokens_per_s, here[0].tokens_per_s,
