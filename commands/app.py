@@ -25,10 +25,6 @@ from commands.lazy import Listed, lazy_group
 # typer carries its own copy of click, whose errors it exports only in part.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
-COMPLETION = "_DRAFTSIM_COMPLETE"
-"""Variable by which a shell asks for completions."""
-COMPLETING = {"--install-completion", "--show-completion"}
-"""Options after which typer ends the program itself."""
 INTERRUPTED = 130
 STOPPED = "stopped; nothing is half-written, and the same command continues where it can"
 NUMBERS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
@@ -219,7 +215,7 @@ def main() -> None:
     gc.set_threshold(1_000_000, 20, 20)
     # At its end Python would walk through all that is left, more than once, to free what goes.
     atexit.register(gc.freeze)
-    if COMPLETION in os.environ:  # a shell asks: it reads what is printed, and the exit code
+    if "_DRAFTSIM_COMPLETE" in os.environ:  # a shell asks: it reads the output and the exit code
         app(prog_name="draftsim")
     with stop_signals() as stop:
         try:
@@ -229,7 +225,8 @@ def main() -> None:
         except KeyboardInterrupt:
             _fail(STOPPED, stop.code)
         except SystemExit as error:
-            if _is_closed_pipe(error.__context__) or {*sys.argv[1:2]} & COMPLETING:
+            ends = {"--install-completion", "--show-completion"}  # by typer itself
+            if _is_closed_pipe(error.__context__) or {*sys.argv[1:2]} & ends:
                 raise
             # Commands give their codes back: this is code of the user's own, a policy's say.
             _fail(f"a policy or its file called sys.exit({error.code!r}): remove that call", 2)
@@ -309,7 +306,12 @@ def _said(error: Exception) -> str | None:
         if (place := ELSEWHERE.get((command, option))) is not None:
             return f"{command} has no option {option}: {place}"
         if context is not None and option and option not in _options_of(context.command):
-            return configured_in(shown) + _no_such(option, context)
+            near = get_close_matches(option, sorted(_options_of(context.command)), 1)
+            hint = f"`{context.command_path} --help` lists its options"
+            if near:
+                hint = f"did you mean {near[0]}?"
+            own = context.command_path.removeprefix("draftsim ")
+            return f"{configured_in(shown)}{own} has no option {option}: {hint}"
         message = str(shown.format_message())  # the error by itself does not name the option
         return configured_in(shown) + _as_given(_plainly(message))
     if isinstance(error, OSError) and error.errno is not None and not _is_closed_pipe(error):
@@ -331,13 +333,6 @@ def _options_of(command: Any) -> set[str]:
     """Return all names of a command's options, with those of other tools."""
     own = {o for param in command.params for o in (*param.opts, *param.secondary_opts)}
     return own | {f"--{o}" for o, ours in NAMES.items() if own & {f"--{name}" for name in ours}}
-
-
-def _no_such(option: str, ctx: Any) -> str:
-    """Return the message about an option that the command does not have."""
-    near = get_close_matches(option, sorted(_options_of(ctx.command)), 1)
-    hint = f"did you mean {near[0]}?" if near else f"`{ctx.command_path} --help` lists its options"
-    return f"{ctx.command_path.removeprefix('draftsim ')} has no option {option}: {hint}"
 
 
 def _plainly(message: str) -> str:

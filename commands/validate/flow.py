@@ -6,7 +6,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -84,7 +83,12 @@ class RealRuns(ABC):
         self.info = read_run(given.run, given.trust_remote_code)
         self.whole = read_trace(given.run / ("sampled.parquet" if sampled else "trace.parquet"))
         self.latency = read_latency(given.run / "latency.parquet")
-        check_ids(self.whole)
+        times = Counter(request.id for request in self.whole.requests)
+        if again := [name for name, count in times.items() if count > 1]:
+            raise DraftsimError(
+                f"the trace has {len(again)} ids more than once, as {again[0]!r}, and measured "
+                "times are filed by them: record prompts with ids of their own"
+            )
         self.chosen: Sequence[int] = range(len(self.whole.requests))
         self.trace = self.whole
         if given.limit is not None:
@@ -147,6 +151,7 @@ class RealRuns(ABC):
         `Given.remeasure` the rows are predicted from latencies measured between the real runs
         (`Remeasured`).
         """
+        from profiler.checks.turns import check_options, unfinished
         from simulator.pricing import price
         from simulator.validation import compare
         from traces.store.engine_runs import MeasuredRuns, write_measured
@@ -155,7 +160,11 @@ class RealRuns(ABC):
         # A table that cannot price them is refused before any run.
         self.expected = [price(log, self.latency) for log in self.logs]
         self.load()
-        with self._kept() as kept:
+        work = check_options(
+            self.pair, self.trace, self.logs, self.given.repeats, remeasure=remeasure,
+            **self.conditions,
+        )  # fmt: skip
+        with unfinished(run, work, self.total, note, len(self.policies)) as kept:
             again = None
             if remeasure:
                 once_s = sum(p.total_s + float(p.prefill_s.sum()) for p in self.expected)
@@ -182,15 +191,6 @@ class RealRuns(ABC):
             meta = {**self.pair.meta, "machine": dict(measured.machine)}
             write_measured(MeasuredRuns(times, meta), run / self.file)
         return rows
-
-    def _kept(self) -> AbstractContextManager[Checkpoint]:
-        from profiler.checks.turns import check_options, unfinished
-
-        work = check_options(
-            self.pair, self.trace, self.logs, self.given.repeats,
-            remeasure=self.given.remeasure, **self.conditions,
-        )  # fmt: skip
-        return unfinished(self.given.run, work, self.total, note, len(self.policies))
 
 
 class Remeasured:
@@ -268,16 +268,6 @@ class Remeasured:
         before = compare(expected, times)
         return rows.assign(
             profile_error=before["error"], profile_speedup_error=before["speedup_error"]
-        )
-
-
-def check_ids(trace: Trace) -> None:
-    """Raise DraftsimError if two requests have the same id: measured times are filed by it."""
-    times = Counter(request.id for request in trace.requests)
-    if again := [name for name, count in times.items() if count > 1]:
-        raise DraftsimError(
-            f"the trace has {len(again)} ids more than once, as {again[0]!r}, and measured times "
-            "are filed by them: record prompts with ids of their own"
         )
 
 

@@ -102,7 +102,8 @@ def outside_launches(without: str = "") -> float:
     studies = [s for s in STUDIES if s.mode == "eager" and s.name != without]
     groups = [
         [(SHAPES[r.model].layers, r.seconds) for r in s.runs
-         if r.weights == PLAIN and _roof_s(r) <= r.seconds / 2]
+         if r.weights == PLAIN and Roofline(DEVICES[r.device]).roof_s(
+             SHAPES[r.model], 1, r.new_tokens, r.context) <= r.seconds / 2]
         for s in studies
     ]  # fmt: skip
 
@@ -115,11 +116,6 @@ def outside_launches(without: str = "") -> float:
     start = [1.0, *(np.log(1e-3) for _ in groups)]
     low = [0.0, *(-np.inf for _ in groups)]
     return float(least_squares(misses, start, bounds=(low, np.inf)).x[0])
-
-
-def _roof_s(run: PublishedRun) -> float:
-    shape = SHAPES[run.model]
-    return float(Roofline(DEVICES[run.device]).roof_s(shape, 1, run.new_tokens, run.context))
 
 
 def evidence_for(form: WeightFormat, mode: Mode) -> list[tuple[PublishedStudy, PublishedRun]]:

@@ -35,8 +35,6 @@ PAPERS_SYSTEMS = {
     "space": "SPACE", "adadecode": "AdaDecode", "specbound": "SpecBound",
 }  # fmt: skip
 """Our names of the table's systems, and its own: these have a column a prompt category."""
-ABLATIONS = ("specbound-no-annealing", "specbound-no-depth-bound", "specbound-no-width-bound")
-"""Systems that are variants of one, shown by Figure 4."""
 REFERENCE = "specdecode"
 """Speculative decoding with the draft model, for comparison: the table has none."""
 
@@ -60,7 +58,8 @@ def system_rows(ours: Ours) -> list[Row]:
     system that was not recorded, or whose parts were not timed, has a row that says so.
     """
     rows, logs = [], {}
-    names = [REFERENCE, *(name for name in SYSTEMS if name not in ABLATIONS)]
+    # Figure 4 shows what SpecBound is without its parts.
+    names = [REFERENCE, *(name for name in SYSTEMS if not name.startswith("specbound-no-"))]
     for name in names:
         try:
             logs[name] = replayed(ours.trace, ours.recordings, name)
@@ -292,20 +291,15 @@ def early_exit_rows(ours: Ours) -> list[Row]:
     fitting, replays = SettingReplays(ours, fit), SettingReplays(ours, shown)
     best = search(fitting)
     said = f"{best.text}: the best of {len(fitting.found)} settings tried on {len(fit)} others"
-    log = replays.run(best).log
+    found = replays.run(best)
+    log = found.log
+    gain = 100 * (found.speedup / replays.run(START).speedup - 1)
+    note = f"{said}; {gain:+.1f}% over {START.text}"
     return [
-        *optimum_rows(best, replays, said), *ablation_rows(best, replays, said),
+        *_pair(SPECBOUND, f"our pair, {FULL}", found, note), *ablation_rows(best, replays, said),
         *sweep_rows(best, replays), *serving_rows(log, ours, said),
         *distribution_rows(log, ours, said),
     ]  # fmt: skip
-
-
-def optimum_rows(best: Setting, replays: SettingReplays, said: str) -> list[Row]:
-    """Return the table 1's row at the optimum, and how much that is worth."""
-    found, start = replays.run(best), replays.run(START)
-    gain = 100 * (found.speedup / start.speedup - 1)
-    note = f"{said}; {gain:+.1f}% over {START.text}"
-    return _pair(SPECBOUND, f"our pair, {FULL}", found, note)
 
 
 def ablations(best: Setting, ours: Ours) -> dict[str, Setting]:

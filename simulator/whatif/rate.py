@@ -157,8 +157,6 @@ DEFAULT_GAMMA = 20
 _ITERATIONS = 30
 TOLERANCE = 1e-6
 """Relative change of the rate at which its fixed point is reached."""
-FRACTIONS = (0.6, 0.7, 0.8, 0.9, 0.95, 1.05)
-"""Factors of the fixed point, tried where the estimates turn out not to be exact."""
 
 
 class RateFit(NamedTuple):
@@ -303,7 +301,8 @@ def _best_rate(
         if following <= rate * (1 + TOLERANCE):
             break
     if tried[rate] < rate * (1 - TOLERANCE) or len(tried) == _ITERATIONS:
-        others = [fraction * rate for fraction in FRACTIONS]
+        # The estimates are not exact: another rate may do better than the fixed point.
+        others = [fraction * rate for fraction in (0.6, 0.7, 0.8, 0.9, 0.95, 1.05)]
         tried |= zip(others, achieved(*others), strict=True)
     most = max(tried.values())
     best = rate if tried[rate] >= most * (1 - TOLERANCE) else max(tried, key=lambda r: tried[r])

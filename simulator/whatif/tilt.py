@@ -45,8 +45,6 @@ from traces.errors import DraftsimError
 
 Method = Literal["coupled", "redraw"]
 METHODS: tuple[Method, ...] = ("coupled", "redraw")
-LARGEST_SHIFT = 40.0
-"""Log-odds beyond which no recorded chance is left undecided."""
 NUMERIC = ("prob", "entropy", "logit_margin", "prob_margin")
 """Signals with a magnitude; a token's id has none."""
 LONGEST_RUN = 12
@@ -332,7 +330,7 @@ class Tilter:
         for value in wanted:
             if not 0 < value < 1:
                 raise DraftsimError(f"alpha is {value:g}, expected strictly between 0 and 1")
-        low = np.full(wanted.shape, -LARGEST_SHIFT)
+        low = np.full(wanted.shape, -40.0)  # log-odds that leave no recorded chance undecided
         high = -low
         for _ in range(32):
             middle = (low + high) / 2

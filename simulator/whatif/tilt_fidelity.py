@@ -27,8 +27,6 @@ RATIO = 0.1
 """Cost ratio c of the speedups compared."""
 FEWEST_TOKENS = 200
 """A group of prompts with fewer output tokens says too little about acceptance."""
-LEAST_SHIFT = 0.05
-"""Groups nearer than this on the logit scale ask nothing of a tilt."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,8 @@ def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -
             part: rate for part in map(trace.select, groups) if 0 < (rate := acceptance(part)) < 1
         }
         for source, own in rates.items():
-            others = [
-                t for t, rate in rates.items() if abs(_logit(rate) - _logit(own)) >= LEAST_SHIFT
-            ]
+            # Groups nearer than this on the logit scale ask nothing of a tilt.
+            others = [t for t, rate in rates.items() if abs(_logit(rate) - _logit(own)) >= 0.05]
             if others:
                 tilter = Tilter(source, method, seed)
                 parts += [compare_tilt(tilter, other, chosen, known) for other in others]
