@@ -81,12 +81,9 @@ def scaling_error(note: Mapping[str, Any]) -> str:
 def fit_table(latency: LatencyTable, shapes: Mapping[str, ModelShape]) -> tuple[Roofline, float]:
     """Return the cost model of the device measured, and its median relative error on the passes.
 
-    Raises
-    ------
-    DraftsimError
-        If the device or the shapes are not known, the passes ran in float32 (data sheets
-        give the rates of bf16), there are too few of them, or the fit misses them by more
-        than `MOST_ERROR`.
+    Raises DraftsimError if the device or the shapes are not known, the passes ran in float32 (data
+    sheets give the rates of bf16), there are too few of them, or the fit misses them by more than
+    `MOST_ERROR`.
     """
     home = home_device(latency)
     if latency.meta.get("dtype") == "float32":
@@ -120,16 +117,13 @@ def carry_over(
     phases do not change.  The result is marked ``scaled``, with the fit, its error for the measured
     cells, and its error for published figures of other devices, which is the one to expect.
 
+    Raises DraftsimError if the table cannot be fitted (see `fit_table`), it knows no model of that
+    role, or the models' weights are larger than the memory of `to`.
+
     Parameters
     ----------
     weights:
         Format of the weights on `to`, by role; by default as measured.
-
-    Raises
-    ------
-    DraftsimError
-        If the table cannot be fitted (see `fit_table`), it knows no model of that role, or the
-        models' weights are larger than the memory of `to`.
     """
     known = table_shapes(latency)
     fit, error = fit_table(latency, known)

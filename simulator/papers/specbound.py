@@ -110,16 +110,11 @@ MODEL = "Vicuna-7B"
 
 
 def order_rows(found: Sequence[Row]) -> list[Row]:
-    """Return each system's rank by speedup among those that both the paper and our pair have.
+    """Return the rank by speedup of each system that both the paper and our pair have.
 
-    Parameters
-    ----------
-    found:
-        Rows of `simulator.papers.specbound.system_rows`.
-
-    A speedup is tokens a round (CR) over what a round costs, in steps of plain decoding (CR / SD).
-    So the ratio of two speedups falls into the ratio of tokens and that of costs: a row's note
-    gives both, and says which is further from 1.
+    ``found`` are rows of `system_rows`.  A speedup is tokens a round (CR) over what a round costs,
+    in steps of plain decoding (CR / SD).  So the ratio of two speedups falls into the ratio of
+    tokens and that of costs: a row's note gives both, and says which is further from 1.
     """
     ours: dict[str, dict[str, float]] = {}
     for row in found:

@@ -82,10 +82,7 @@ def report_data(
     ``target`` and ``draft``, if the trace does not in full.  With `serve`, batches are served in
     simulated time where the table has measured some.  ``progress`` is told what comes next.
 
-    Raises
-    ------
-    DraftsimError
-        If there is no log, or as in the computations for the page.
+    Raises DraftsimError if there is no log, or as in the computations for the page.
     """
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")

@@ -38,11 +38,8 @@ class Surface(NamedTuple):
 def surface(rows: pd.DataFrame, x: str, y: str) -> Surface:
     """Return the speedup of `rows` over the columns x and y, which must name one row a point.
 
-    Raises
-    ------
-    DraftsimError
-        If rows are missing or several share a point: select a policy and one value of
-        every other axis first.
+    Raises DraftsimError if rows are missing or several share a point: select a policy and one value
+    of every other axis first.
     """
     columns = [_axis(rows, x), _axis(rows, y)]
     names = [f"{x} ", f" {y}"]  # told apart even where x is y

@@ -249,6 +249,9 @@ def _at_context(log: RoundLog, context: int) -> RoundLog:
 class Prices:
     """The costs at which every round log is priced.
 
+    Raises DraftsimError if there is no price, one is impossible, a GPU is not known, or a table
+    cannot be carried over.
+
     Parameters
     ----------
     ratios:
@@ -262,12 +265,6 @@ class Prices:
         By role, formats that the models' weights are kept in instead of those measured.
     always:
         Draft passes that every round runs, whatever it drafts (`traces.replay.calls`).
-
-    Raises
-    ------
-    DraftsimError
-        If there is no price, one is impossible, a GPU is not known, or a table cannot be
-        carried over.
     """
 
     ratios: Sequence[float] = ()

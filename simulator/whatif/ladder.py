@@ -34,10 +34,7 @@ PARTS = ("useful_draft", "wasted_draft", "verify", "signal", "host")
 def split_prompts(trace: Trace, seed: int = 0) -> tuple[list[int], list[int]]:
     """Return prompt indices to train on and to hold out, half drawn within each category.
 
-    Raises
-    ------
-    DraftsimError
-        If either side would be empty.
+    Raises DraftsimError if either side would be empty.
     """
     if len(trace.requests) < 2:
         raise DraftsimError("one prompt cannot be split: record two or more")
@@ -75,10 +72,7 @@ def ladder(
     (`split_prompts`); the other policies (default: all single-stream ones whose signals the
     trace holds) have no say in the split.  ``progress`` is told what comes next.
 
-    Raises
-    ------
-    DraftsimError
-        If there is one prompt, or the latency table lacks a model.
+    Raises DraftsimError if there is one prompt, or the latency table lacks a model.
     """
     learned, tested = (trace.select(half) for half in split_prompts(trace, seed))
     progress("finding the best fixed length")

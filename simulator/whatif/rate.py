@@ -195,11 +195,8 @@ def fit_rate_optimal(
     ``batches`` beyond 1 are priced in step (`simulator.pricing.price`) and give rows of
     ``rate``.
 
-    Raises
-    ------
-    DraftsimError
-        If there is no training prompt, the estimates are unknown, or the table lacks a
-        model.
+    Raises DraftsimError if there is no training prompt, the estimates are unknown, or the table
+    lacks a model.
     """
     learned = trace if train is None else trace.select(train)
     if not len(learned.requests):

@@ -71,6 +71,8 @@ _STEPS = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?$")
 class Sweep:
     """A grid of policies, acceptance rates, batches and prices over one recording.
 
+    Raises DraftsimError if an axis is empty or impossible, or the trace cannot be tilted.
+
     Parameters
     ----------
     trace:
@@ -90,11 +92,6 @@ class Sweep:
         Bootstrap resamples over prompts (in batches at most 30), and the seed of everything drawn.
     measure_tilt:
         True to measure the error of tilting on this recording's own prompt groups.
-
-    Raises
-    ------
-    DraftsimError
-        If an axis is empty or impossible, or the trace cannot be tilted.
     """
 
     def __init__(
@@ -174,12 +171,9 @@ class Sweep:
 
         Finished parts lie in the folder ``<out>.parts`` until all are there.
 
-        Raises
-        ------
-        DraftsimError
-            If a part fails (its parts so far are kept), or workers were lost and with them
-            parts: begun again, the sweep computes those alone.  If another process sweeps into
-            `out`.
+        Raises DraftsimError if a part fails (its parts so far are kept), or workers were lost and
+        with them parts: begun again, the sweep computes those alone; or if another process sweeps
+        into `out`.
         """
         if out is not None:
             check_no_recording(out)
@@ -324,10 +318,7 @@ def parse_axis(
     ``a..b`` or ``a..b..step`` whole numbers, ``a,b,c`` these and ``a`` one.  `whole`
     rounds a range to whole numbers and refuses others.
 
-    Raises
-    ------
-    DraftsimError
-        If the text is of another form, or a point lies outside [low, high].
+    Raises DraftsimError if the text is of another form, or a point lies outside [low, high].
 
     >>> parse_axis("1:8:4log", "c")
     (1.0, 2.0, 4.0, 8.0)
@@ -374,10 +365,7 @@ def expand(texts: Sequence[str]) -> list[str]:
 
     ``{1..12}`` counts, ``{1..12..3}`` in steps, ``{0.3,0.5}`` lists.
 
-    Raises
-    ------
-    DraftsimError
-        If the braces hold neither.
+    Raises DraftsimError if the braces hold neither.
 
     >>> expand(["fixed:gamma={1..3}", "svip"])
     ['fixed:gamma=1', 'fixed:gamma=2', 'fixed:gamma=3', 'svip']
@@ -397,10 +385,8 @@ def expand(texts: Sequence[str]) -> list[str]:
 def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
     """Return a policy without its ``{...}``, and the values that these give its parameters.
 
-    Raises
-    ------
-    DraftsimError
-        If the braces hold neither a range nor a list, or are not a parameter's value.
+    Raises DraftsimError if the braces hold neither a range nor a list, or are not a parameter's
+    value.
 
     >>> search_space("gammatune:gamma=4,eta={0.1,0.3}")
     ('gammatune:gamma=4', {'eta': ['0.1', '0.3']})
@@ -424,10 +410,7 @@ def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
 def with_gammas(texts: Sequence[str], gammas: Sequence[int]) -> list[str]:
     """Return `texts`, those of policies with a parameter gamma they do not set once per gamma.
 
-    Raises
-    ------
-    DraftsimError
-        If no policy has one.
+    Raises DraftsimError if no policy has one.
     """
     found: list[str] = []
     for text in texts:

@@ -275,6 +275,9 @@ def signal_table(trace: Trace) -> Floats:
 class Tilter:
     """Tilts one recording to any number of acceptance rates.
 
+    Raises DraftsimError if the trace has unknown matches, one outcome alone, or no mismatch with a
+    whole off-path tail to lend.
+
     Parameters
     ----------
     trace:
@@ -284,12 +287,6 @@ class Tilter:
     seed:
         Seed of the uniform numbers, which every alpha shares, so that two rates differ by the
         shift alone.
-
-    Raises
-    ------
-    DraftsimError
-        If the trace has unknown matches, one outcome alone, or no mismatch with a whole
-        off-path tail to lend.
     """
 
     def __init__(self, trace: Trace, method: Method = "coupled", seed: int = 0) -> None:
@@ -389,10 +386,8 @@ def iid_like(trace: Trace, alpha: float, seed: int = 0) -> Trace:
     The signals stay and tell nothing any more.  It is what formulas with a single alpha
     assume, offered to show what they miss and marked ``iid`` in ``meta["tilt"]``.
 
-    Raises
-    ------
-    DraftsimError
-        If `alpha` is no probability, or the trace cannot be rebuilt (see `Tilter`).
+    Raises DraftsimError if `alpha` is no probability, or the trace cannot be rebuilt (see
+    `Tilter`).
     """
     if not 0 <= alpha <= 1:
         raise DraftsimError(f"alpha is {alpha:g}, expected between 0 and 1")

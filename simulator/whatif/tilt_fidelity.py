@@ -106,10 +106,7 @@ def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -
     Groups are the categories large enough, and the thirds of all prompts by acceptance,
     which lie further apart.
 
-    Raises
-    ------
-    DraftsimError
-        If no two groups differ.
+    Raises DraftsimError if no two groups differ.
     """
     parts: list[pd.DataFrame] = []
     chosen = default_policies(trace)

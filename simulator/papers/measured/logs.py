@@ -32,10 +32,7 @@ COST, BEFOREHAND = "half the turns, and the others' rounds", "half the turns"
 def log_rows(folder: Path, needed: bool = True) -> list[Evidence]:
     """Return rows of the logs found in `folder`, laid out as `EAGLE` and `SPECBENCH` name them.
 
-    Raises
-    ------
-    DraftsimError
-        If it holds neither pair of logs and they are `needed`, or one is damaged.
+    Raises DraftsimError if it holds neither pair of logs and they are `needed`, or one is damaged.
     """
     rows: list[Evidence] = []
     if (eagle := read_eagle(folder)) is not None:
