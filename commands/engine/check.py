@@ -151,7 +151,7 @@ def predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
     trace = work.trace
     lengths = (f"fixed:gamma={g}" for g in range(1, min(longest, trace.max_gamma or longest) + 1))
     usual = [text for text in USUAL if _can_run(text, trace, longest)]
-    every = arms([*usual, *lengths], trace, longest)
+    every = runnable([*usual, *lengths], trace, longest)
     best: dict[str, list[str]] = {}
     own_drafter = bool(latency.meta["engine"].get("own_drafter"))
     for load, scenario in work.scenarios(Limits.of_engine(latency), own_drafter).items():
@@ -244,7 +244,7 @@ def engine_options(latency: LatencyTable, trace: Trace, kind: EngineKind) -> Eng
     )  # fmt: skip
 
 
-def arms(
+def runnable(
     policies: Sequence[str], trace: Trace, longest: int, latency: LatencyTable | None = None
 ) -> dict[str, Any]:
     """Return the policies by their texts, no speculation first; ``all`` are those that can be run.

@@ -80,7 +80,7 @@ def engine_check(
     work = Workload(trace, {}, loads, served.requests, repeats, served.seed)
     if not policies:
         policies = check.predicted(latency, work, longest)
-    chosen = check.arms(policies, trace, longest, latency if not served.http else None)
+    chosen = check.runnable(policies, trace, longest, latency if not served.http else None)
     work = replace(work, policies=chosen)
     for load, arrivals in loads.items():
         if (arrivals.concurrency or 0) > options.max_batch:

@@ -31,7 +31,7 @@ CSD_ROWS = {
     "csd-scg": "SD + SCG only", "csd": "CSD (OCM + SCG)", "lossy-sd": "Lossy SD (global tau)",
 }  # fmt: skip
 CALIBRATED = ("csd-ocm", "csd-scg", "csd")
-"""The arms that have a threshold to calibrate."""
+"""The variants that have a threshold to calibrate."""
 TRAINING_SHARE = 0.5
 """Prompts of each category that calibrate CSD's memory; the others are decoded."""
 CSD_LAMBDA = 1
@@ -50,7 +50,7 @@ def csd_rows(ours: Ours) -> list[Row]:
     """Return CSD's ablation on the prompts that neither its memory nor its thresholds were fitted
     to.
 
-    First at our lambda and the paper's tau, then the arms with a threshold again at those that
+    First at our lambda and the paper's tau, then the variants with a threshold again at those that
     `Rejections` calibrates on the other prompts, so that memory and gate both say no.
     """
     train, rest = split_requests(ours.trace, TRAINING_SHARE)
@@ -62,12 +62,12 @@ def csd_rows(ours: Ours) -> list[Row]:
     fitted, seen = (Rejections.of(part, window) for part in (training, shown))
     lam, tau = fitted.median_lambda(), fitted.median_tau()
     said = f"memory of {len(memory)} pairs from {len(train)} other prompts, lambda"
-    arms, notes = {}, {}
+    found, notes = {}, {}
     for name, chosen in CSD_METHODS.items():
         rule = csd_rule(chosen)
-        arms[name] = _outcome(ours, chosen, rule, shown, memory)
+        found[name] = _outcome(ours, chosen, rule, shown, memory)
         notes[name] = f"{said} {CSD_LAMBDA}" if rule != chosen.rule else ""
-    rows = _rows(arms, CSD_ROWS, notes, arms["csd-specdecode"], published=True)
+    rows = _rows(found, CSD_ROWS, notes, found["csd-specdecode"], published=True)
     again, notes = {}, {}
     for name in CALIBRATED:
         chosen = CSD_METHODS[name]
@@ -80,7 +80,7 @@ def csd_rows(ours: Ours) -> list[Row]:
     for name in notes:
         notes[name] += compared(again)
     labels = {name: f"{CSD_ROWS[name]}, calibrated" for name in CALIBRATED}
-    rows += _rows(again, labels, notes, arms["csd-specdecode"], published=False)
+    rows += _rows(again, labels, notes, found["csd-specdecode"], published=False)
     rescues = replay(shown, window, Rescues(threshold=lam, tau=tau, memory=memory)).rule
     assert isinstance(rescues, Rescues)
     return [
@@ -89,9 +89,9 @@ def csd_rows(ours: Ours) -> list[Row]:
     ]  # fmt: skip
 
 
-def compared(arms: Mapping[str, MethodOutcome]) -> str:
+def compared(found: Mapping[str, MethodOutcome]) -> str:
     """Return the verdict of an ablation of memory and gate, in shares of the judged mismatches."""
-    memory, gate, both = (accepted_mismatches(arms[name].log) or 0.0 for name in CALIBRATED)
+    memory, gate, both = (accepted_mismatches(found[name].log) or 0.0 for name in CALIBRATED)
     text = f"the memory alone accepts {memory:.0%} of mismatches, the gate alone {gate:.0%}"
     each = both < min(memory, gate)
     return f"{text}, both {both:.0%}: {'each' if each else 'not each'} of them takes some away"
@@ -105,12 +105,12 @@ def _outcome(
 
 
 def _rows(
-    arms: Mapping[str, MethodOutcome], labels: Mapping[str, str], notes: Mapping[str, str],
+    found: Mapping[str, MethodOutcome], labels: Mapping[str, str], notes: Mapping[str, str],
     base: MethodOutcome, published: bool,
 ) -> list[Row]:  # fmt: skip
-    marks = degenerate([arm.log for arm in arms.values()])
+    marks = degenerate([one.log for one in found.values()])
     rows: list[Row] = []
-    for (name, mine), mark in zip(arms.items(), marks, strict=True):
+    for (name, mine), mark in zip(found.items(), marks, strict=True):
         label = labels[name]
         known = published and label in CSD_ABLATION.cells
         main = {"csd": "CSD", "csd-specdecode": "SpecDecode"}.get(name) if published else None

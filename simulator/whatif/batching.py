@@ -157,15 +157,9 @@ class Speedups(NamedTuple):
     """Share of passes read outside the measured cells, the larger one of the two sides."""
 
 
-class _Taken(NamedTuple):
-    """The time of a log's samples."""
-
-    each: Floats
-    """A token of every sample, shape (samples, prices)."""
-    prompt: Floats
-    """Every prompt, its rounds at the mean of their steps, shape (prices, prompts)."""
-    outside: float
-    """Share of passes read outside the measured cells."""
+Taken = tuple[Floats, Floats, float]
+"""The time of a log's samples: of a token in each, shape (samples, prices), and of every prompt, at
+the mean of its steps, shape (prices, prompts); and the share of passes outside measured cells."""
 
 
 class Samples:
@@ -182,7 +176,7 @@ class Samples:
         prompts = len(self._rounds)
         self._request = self.steps.request.ravel()
         self._drawn = np.bincount(self._request, minlength=prompts)
-        self._priced: dict[tuple[LatencyTable, float | None], _Taken] = {}
+        self._priced: dict[tuple[LatencyTable, float | None], Taken] = {}
 
     @property
     def drawn(self) -> Bools:
@@ -203,21 +197,20 @@ class Samples:
         )
         return np.asarray(total / np.maximum(self._drawn, 1) * self._rounds)
 
-    def at_latency(self, latency: LatencyTable, context: float | None) -> _Taken:
+    def at_latency(self, latency: LatencyTable, context: float | None) -> Taken:
         """Return the time with measured or assumed passes; one price, cached."""
         if (latency, context) not in self._priced:
             seconds, passes = step_costs(self.steps, latency, context)
-            self._priced[latency, context] = _Taken(
-                self.each(seconds)[:, None], self.prompt(seconds)[None], passes.outside
-            )
+            each, prompt = self.each(seconds)[:, None], self.prompt(seconds)[None]
+            self._priced[latency, context] = each, prompt, passes.outside
         return self._priced[latency, context]
 
-    def at_ratios(self, c: Floats, verify: float) -> _Taken:
+    def at_ratios(self, c: Floats, verify: float) -> Taken:
         """Return the time with a draft pass of c and a verification of `verify` target passes."""
         steps = self.steps
         costs = RatioCosts.of(steps.emitted, steps.longest, steps.width > 1)
         each, prompt = (costs.summed(own).at(c, verify) for own in (self.each, self.prompt))
-        return _Taken(each.T, prompt, 0.0)
+        return each.T, prompt, 0.0
 
 
 class InBatches:
@@ -246,16 +239,16 @@ class InBatches:
         c = np.atleast_1d(c)
         return self._compared(self._own.at_ratios(c, verify), self.plain.at_ratios(np.zeros(1), 1))
 
-    def _compared(self, ours: _Taken, plain: _Taken) -> Speedups:
-        ratios = plain.each / ours.each
+    def _compared(self, ours: Taken, plain: Taken) -> Speedups:
+        (each, prompt, outside), (plain_each, plain_prompt, plain_outside) = ours, plain
+        ratios = plain_each / each
         value = ratios.mean(axis=0)
         low = high = np.full_like(value, np.nan)
         if len(ratios) > 2 and self._prompts > 1:
             low, high = intervals(ratios)
-        slower = ours.prompt > plain.prompt * (1 + 1e-12)
+        slower = prompt > plain_prompt * (1 + 1e-12)
         drawn = self._own.drawn & self.plain.drawn
         return Speedups(
-            self._tokens * ours.each.mean(axis=0), value, low, high,
-            slower[:, drawn].mean(axis=1),
-            np.full(len(value), max(ours.outside, plain.outside)),
+            self._tokens * each.mean(axis=0), value, low, high, slower[:, drawn].mean(axis=1),
+            np.full(len(value), max(outside, plain_outside)),
         )  # fmt: skip

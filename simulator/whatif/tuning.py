@@ -69,8 +69,8 @@ def tune(
     for i, share in enumerate(found):
         speedups[i::count] = [plain / s for s in share]
     tuned = candidates[int(np.argmax(speedups))]
-    arms = {describe(one): one for one in (candidates[0], tuned)}
-    judged = summarize(list(replay_many(tested, arms)), latency, resamples=resamples, seed=seed)
+    compared = {describe(one): one for one in (candidates[0], tuned)}
+    judged = summarize(list(replay_many(tested, compared)), latency, resamples=resamples, seed=seed)
     told = {"tried": len(candidates), "train_speedup": max(speedups)}
     blank = dict.fromkeys(told)
     return [
