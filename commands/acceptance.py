@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 def doctor(
     observed: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="OBSERVED...",
-            help=f"Acceptance of the server: {FORMS}.",
-        ),
+        list[str], typer.Argument(metavar="OBSERVED...", help=f"Acceptance of the server: {FORMS}.")
     ],
     against: Annotated[
         str,
@@ -207,8 +203,7 @@ def export(
         int | None, typer.Option(min=1, help="Default: the longest recorded, up to 8.")
     ] = None,
     out: Annotated[
-        Path,
-        typer.Option("--out", metavar="FILE", callback=placed_as(b"{"), help="File to write."),
+        Path, typer.Option("--out", metavar="FILE", callback=placed_as(b"{"), help="File to write.")
     ] = Path("speculation_profile.json"),
     json: JsonOption = None,
 ) -> None:

@@ -76,8 +76,7 @@ def breakeven(
     passes: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="With --bench or --plan: drafter passes in every step that drafts.",
+            min=1, help="With --bench or --plan: drafter passes in every step that drafts."
         ),
     ] = None,
     plan: Annotated[

@@ -337,8 +337,7 @@ def recommend(
         str | None, typer.Option(metavar="N,..", help="Concurrencies to answer for.")
     ] = None,
     passes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Drafter passes in a step. Default: K."),
+        int | None, typer.Option(min=1, help="Drafter passes in a step. Default: K.")
     ] = None,
     experts: ExpertsOption = None,
     level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,

@@ -36,8 +36,7 @@ def list_all(
     devices: Annotated[
         bool,
         typer.Option(
-            "--devices",
-            help="Instead: GPUs, and what is measured, composed or a roofline on each.",
+            "--devices", help="Instead: GPUs, and what is measured, composed or a roofline on each."
         ),
     ] = False,
     weight_formats: Annotated[

@@ -64,12 +64,10 @@ def import_file(
         ),
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Device that latencies were measured on."),
+        str | None, typer.Option(metavar="TEXT", help="Device that latencies were measured on.")
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Model of operators, if no folder names it."),
+        str | None, typer.Option(metavar="NAME", help="Model of operators, if no folder names it.")
     ] = None,
     json: JsonOption = None,
 ) -> None:

@@ -136,8 +136,7 @@ def serve(
         ),
     ] = None,
     mode: Annotated[
-        str,
-        typer.Option(help="continuous, static, static-minimum, static-mean, pearl or dsi."),
+        str, typer.Option(help="continuous, static, static-minimum, static-mean, pearl or dsi.")
     ] = "continuous",
     requests: Annotated[int, typer.Option(help="Requests in every run.")] = 1000,
     replications: Annotated[int, typer.Option(help="Independent runs, for intervals.")] = 1,

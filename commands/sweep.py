@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from commands.common.configured import MOST_BATCH, MOST_CONTEXT, MOST_LENGTH
-from commands.common.drafted import (
-    gpu_names,
-    say_calibrate,
-    say_scaling,
-    weight_formats,
-)
+from commands.common.drafted import gpu_names, say_calibrate, say_scaling, weight_formats
 from commands.common.options import (
     CarriedInputs,
     ClusterOption,
@@ -104,8 +99,7 @@ def sweep(
     ] = None,
     batch: Annotated[str, typer.Option(metavar="AXIS", help="Requests decoded together.")] = "1",
     context: Annotated[
-        str | None,
-        typer.Option(metavar="AXIS", help="Prompt tokens. Default: as recorded."),
+        str | None, typer.Option(metavar="AXIS", help="Prompt tokens. Default: as recorded.")
     ] = None,
     verify_ratio: Annotated[
         float, typer.Option(help="With --c: cost of a verification, in target passes.")

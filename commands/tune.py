@@ -106,8 +106,7 @@ def tune(
         typer.Option(min=1, show_default="40", help="With --try: requests in every load."),
     ] = None,
     repeats: Annotated[
-        int | None,
-        typer.Option(min=1, show_default="1", help="With --try: runs of every policy."),
+        int | None, typer.Option(min=1, show_default="1", help="With --try: runs of every policy.")
     ] = None,
     resamples: Annotated[
         int | None,

@@ -13,12 +13,7 @@ import typer
 from commands.common import options
 from commands.engine.options import MeasuredEngine
 from commands.profile import recording
-from commands.profile.sources import (
-    check_layers,
-    profile_drafters,
-    profile_sources,
-    split_drafters,
-)
+from commands.profile.sources import check_layers, profile_drafters, profile_sources, split_drafters
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:

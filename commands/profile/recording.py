@@ -64,12 +64,7 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     """
     from profiler.checks.differences import answers_to, score
     from profiler.models.seq2seq import is_seq2seq
-    from profiler.profile import (
-        latency_options,
-        profile_latency,
-        profile_trace,
-        trace_options,
-    )
+    from profiler.profile import latency_options, profile_latency, profile_trace, trace_options
     from profiler.recording.run import begin, is_done
     from traces.acceptance.sampling import GREEDY
     from traces.store.files import read_trace

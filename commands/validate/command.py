@@ -122,9 +122,7 @@ def run(
 
 
 def sources(
-    asked: CheckedPair,
-    source: options.SourceOption = None,
-    remeasure: RemeasureOption = False,
+    asked: CheckedPair, source: options.SourceOption = None, remeasure: RemeasureOption = False
 ) -> None:
     """Run policies for real with another draft source, and compare with what was predicted.
 
@@ -243,8 +241,7 @@ def recorded(
         ),
     ],
     markdown: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", callback=placed, help="The tables, as Markdown."),
+        Path | None, typer.Option(metavar="FILE", callback=placed, help="The tables, as Markdown.")
     ] = None,
     out: OutOption = None,
     json: JsonOption = None,

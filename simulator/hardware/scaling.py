@@ -105,10 +105,7 @@ def fit_table(latency: LatencyTable, shapes: Mapping[str, ModelShape]) -> tuple[
 
 
 def carry_over(
-    latency: LatencyTable,
-    to: Device,
-    *,
-    weights: Mapping[str, WeightFormat] | None = None,
+    latency: LatencyTable, to: Device, *, weights: Mapping[str, WeightFormat] | None = None
 ) -> LatencyTable:
     """Return `latency` as it would be on `to`: every cell times the ratio of the fitted model
     there.

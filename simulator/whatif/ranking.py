@@ -73,8 +73,7 @@ def fastest(logs: Sequence[RoundLog], latency: LatencyTable) -> RoundLog:
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")
     return min(
-        logs,
-        key=lambda log: price(log, latency).total_s / max(int(log.rounds["emitted"].sum()), 1),
+        logs, key=lambda log: price(log, latency).total_s / max(int(log.rounds["emitted"].sum()), 1)
     )
 
 
