@@ -15,13 +15,12 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
 
 AGAIN = "measure the latencies again with `draftsim profile latency`"
-QUIETLY = ("left_out", "slowdown", "diverged", "requests_left_out")
-"""Columns that the JSON has and the printed table has not."""
 
 
 def columns_shown(rows: pd.DataFrame) -> list[str]:
-    """Return the columns that the printed table has."""
-    return [column for column in rows.columns if column not in QUIETLY]
+    """Return the columns that the printed table has; the JSON has them all."""
+    left_out = ("left_out", "slowdown", "diverged", "requests_left_out")
+    return [column for column in rows.columns if column not in left_out]
 
 
 def machine_of(meta: Mapping[str, Any]) -> State | None:

@@ -119,10 +119,6 @@ def _flat(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (dict, list)) else value
 
 
-RANKED = (
-    "speedup", "gain", "served_tok_s", "tokens/s", "best speedup", "mean speedup",
-)  # fmt: skip
-"""Columns in which larger is better; the first that a table has decides which row is in bold."""
 _SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
@@ -191,7 +187,8 @@ def _is_figure(text: str) -> bool:
 
 def _best(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> int | None:
     """Return the row with the largest figure in the column that ranks, None if none does."""
-    column = next((name for name in RANKED if name in names), None)
+    ranked = ("speedup", "gain", "served_tok_s", "tokens/s", "best speedup", "mean speedup")
+    column = next((name for name in ranked if name in names), None)
     if column is None or len(rows) < 2:
         return None
     figures = {

@@ -35,7 +35,6 @@ LABELS = {
     "gamma": "draft length γ (tokens)",
     "k": "draft length K (tokens)",
 }
-LOGARITHMIC = frozenset({"c", "batch", "context"})
 MOST_LINES = 7
 """As many lines as colours, dashes and markers can tell apart, besides the thin grey ones."""
 
@@ -329,7 +328,7 @@ def _scale(axes: Axes, x: str, y: str, found: Surface) -> tuple[bool, bool]:
     for name, points, axis, put in (
         (x, found.x, axes.xaxis, axes.set_xscale), (y, found.y, axes.yaxis, axes.set_yscale)
     ):  # fmt: skip
-        logs.append(name in LOGARITHMIC and bool((points > 0).all()))
+        logs.append(name in ("c", "batch", "context") and bool((points > 0).all()))
         if logs[-1]:
             put("log")
             look.log_ticks(axis, points)

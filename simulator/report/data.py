@@ -53,8 +53,6 @@ Sums = list[float]
 
 MOST_GAMMA = 12
 """Longest fixed draft length that the page has curves of."""
-DIGITS = 3
-"""Significant digits of a slider's stops; only the pair's own has all of its digits."""
 ALPHAS = (*(round(0.05 * i, 2) for i in range(20)), 0.98)
 """Stops of the acceptance slider; the recording is tilted to all but 0."""
 REPLICATIONS = 2
@@ -217,7 +215,8 @@ def tilted(
 
 
 def _significant(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+    """Return the stop of a slider at `value`; only the pair's own has all of its digits."""
+    return float(f"{value:.3g}")
 
 
 def loads(trace: Trace, latency: LatencyTable, serve: bool, draws: int) -> dict[str, Any]:

@@ -170,18 +170,12 @@ class SweepRunner:
     def _labels(self) -> dict[str, npt.NDArray[Any]]:
         """Return the labels that tell the prices of one log apart, shape (prices,)."""
         prices = self.prices
-        none = len(prices.ratios)
-        cells = [*product(prices.contexts, prices.tables)]
-        return {
-            "latency": np.array(["ratio"] * none + [t.latency for _, t in cells]),
-            "gpu": np.array([ANY] * none + [t.gpu for _, t in cells]),
-            "scaled": np.array([False] * none + [t.scaled for _, t in cells], dtype=bool),
-            "scale_error": np.array([0.0] * none + [t.error for _, t in cells]),
-            "fit_error": np.array([0.0] * none + [t.fit_error for _, t in cells]),
-            "context": np.array(
-                [np.nan] * none + [np.nan if k is None else float(k) for k, _ in cells]
-            ),
-        }  # fmt: skip
+        rows = [("ratio", ANY, False, 0.0, 0.0, np.nan)] * len(prices.ratios)
+        for context, at in product(prices.contexts, prices.tables):
+            rows.append((*at[:-1], np.nan if context is None else float(context)))
+        names = ("latency", "gpu", "scaled", "scale_error", "fit_error", "context")
+        columns = zip(*rows, strict=True)
+        return {name: np.array(column) for name, column in zip(names, columns, strict=True)}
 
     @cached_property
     def _weights(self) -> Floats | None:
