@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from commands.common import options
 from commands.common.configured import MOST_BATCH, MOST_CONTEXT, MOST_LENGTH
 from commands.common.drafted import gpu_names, say_calibrate, say_scaling, weight_formats
-from commands.common.options import (
-    CarriedInputs,
-    ClusterOption,
-    JobsOption,
-    chosen_executor,
-    refuse,
-)
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
@@ -55,7 +49,7 @@ AXIS = "a:b:N, a:b:Nlog, a..b or a,b,c"
 
 
 @dataclass(frozen=True)
-class SweepInputs(CarriedInputs):
+class SweepInputs(options.CarriedInputs):
     """The inputs of a sweep, which takes several tables."""
 
     latency: Annotated[
@@ -118,8 +112,8 @@ def sweep(
             "continues.",
         ),
     ] = None,
-    jobs: JobsOption = None,
-    cluster: ClusterOption = None,
+    jobs: options.JobsOption = None,
+    cluster: options.ClusterOption = None,
     resamples: Annotated[
         int, typer.Option(min=0, help="Bootstrap resamples over prompts; above batch 1 at most 30.")
     ] = 200,
@@ -181,8 +175,8 @@ def sweep(
             "--plots": plots if tune else None,
         }  # fmt: skip
         mode = "--ladder" if ladder else "--tune"
-        refuse(axes, f"{mode} sweeps nothing")
-        refuse(carried, f"{mode} works on the measured device alone")
+        options.refuse(axes, f"{mode} sweeps nothing")
+        options.refuse(carried, f"{mode} works on the measured device alone")
         if ladder and tune:
             raise DraftsimError("--ladder works on the policies as they are: drop --tune")
         if len(tables) != 1:
@@ -194,9 +188,10 @@ def sweep(
             _searched(recording, table, policy, resamples, seed, jobs, json, out)
         return
     if not ratios:
-        refuse({"--verify-ratio": None if verify_ratio == 1 else verify_ratio}, "no --c is given")
+        given = None if verify_ratio == 1 else verify_ratio
+        options.refuse({"--verify-ratio": given}, "no --c is given")
     if alpha is None:
-        refuse({"--tilt": None if tilt == "coupled" else tilt}, "no --alpha is given")
+        options.refuse({"--tilt": None if tilt == "coupled" else tilt}, "no --alpha is given")
     lengths = [int(g) for g in parse_axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
     contexts = [
         int(k) for k in parse_axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)
@@ -223,7 +218,7 @@ def sweep(
     with progress_bar() as bar:
         task = bar.add_task(f"sweeping {study.rows} points", total=len(study.parts))
         frame = study.run(
-            chosen_executor(jobs, cluster), out=out,
+            options.chosen_executor(jobs, cluster), out=out,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
     fit, large = fitting(frame, prices, recorded)

@@ -19,26 +19,18 @@ from simulator.published import CMASD_3, CMASD_5
 from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, serve
 from simulator.summary import degenerate
 from traces.errors import DraftsimError
-from traces.sources.methods import (
-    CMASD_ABLATION,
-    FIXED_TAUS,
-    MEAN_TAU,
-    METHODS,
-    Method,
-    build,
-    resolved,
-)
+from traces.sources import methods
 
-CMASD_ROWS = dict(zip(CMASD_ABLATION, CMASD_3.cells, strict=True))
+CMASD_ROWS = dict(zip(methods.CMASD_ABLATION, CMASD_3.cells, strict=True))
 """Our names of CM-ASD's variants, and the table's."""
 FULL = "cm-asd"
 WINDOWS = {"cm-asd-fixed-threshold": FULL, "cm-asd-no-confidence": "cm-asd-fixed-window"}
 """Variants of a fixed threshold, and those with the same window and the adaptive one."""
 
 
-def at_tau(chosen: Method, tau: float) -> Method:
+def at_tau(chosen: methods.Method, tau: float) -> methods.Method:
     """Return a variant of fixed threshold at another one than the equal mean."""
-    return chosen._replace(rule=chosen.rule.replace(MEAN_TAU, f"{tau:g}"))
+    return chosen._replace(rule=chosen.rule.replace(methods.MEAN_TAU, f"{tau:g}"))
 
 
 def cmasd_rows(ours: Ours) -> list[Row]:
@@ -47,13 +39,13 @@ def cmasd_rows(ours: Ours) -> list[Row]:
     Where the threshold is fixed, its row is at the mean of the adaptive one, and `FIXED_TAUS`
     give two more: how an ablation ends follows from the threshold that it is given.
     """
-    found = {name: method_outcome(ours, chosen) for name, chosen in CMASD_ABLATION.items()}
+    found = {name: method_outcome(ours, chosen) for name, chosen in methods.CMASD_ABLATION.items()}
 
     def compared(rival: str, fixed: MethodOutcome) -> str:
         # A replay is held against a replay: along the recorded text both err alike.
         adaptive = found[rival]
         if fixed.quality is None and adaptive.quality is not None:
-            adaptive = method_outcome(replace(ours, runs=()), CMASD_ABLATION[rival])
+            adaptive = method_outcome(replace(ours, runs=()), methods.CMASD_ABLATION[rival])
         return comparison(adaptive, fixed)
 
     shown: list[tuple[MethodOutcome, str, str, str, bool]] = []
@@ -61,11 +53,11 @@ def cmasd_rows(ours: Ours) -> list[Row]:
         if name not in WINDOWS:
             shown.append((found[name], name, label, "", True))
             continue
-        chosen, rival = CMASD_ABLATION[name], WINDOWS[name]
-        tau = resolved(chosen, ours.trace).rule.rpartition("=")[2]
+        chosen, rival = methods.CMASD_ABLATION[name], WINDOWS[name]
+        tau = methods.resolved(chosen, ours.trace).rule.rpartition("=")[2]
         said = f"tau = {tau}, the mean of tau_t; {compared(rival, found[name])}"
         shown.append((found[name], name, label, said, True))
-        for value, why in FIXED_TAUS.items():
+        for value, why in methods.FIXED_TAUS.items():
             at = method_outcome(ours, at_tau(chosen, value))
             said = f"tau = {value:g}, {why}; {compared(rival, at)}"
             shown.append((at, name, f"{label}, tau = {value:g}", said, False))
@@ -138,8 +130,9 @@ def _join(*parts: str) -> str:
 
 FIGURE_2 = "CM-ASD Figure 2"
 SERVED = {
-    "plain decoding": CMASD_ABLATION["transformer-base"], "fixed window": METHODS["specdecode"],
-    "GammaTune": METHODS["gammatune"], "CM-ASD": METHODS["cm-asd"],
+    "plain decoding": methods.CMASD_ABLATION["transformer-base"],
+    "fixed window": methods.METHODS["specdecode"], "GammaTune": methods.METHODS["gammatune"],
+    "CM-ASD": methods.METHODS["cm-asd"],
 }  # fmt: skip
 """Policies that are served: the figure's own points are a drawing."""
 LARGEST = 32
@@ -161,7 +154,7 @@ def batch_rows(ours: Ours) -> list[Row]:
     batches = sorted({int(b) for b in mine["batch"] if b <= LARGEST})
     rows: list[Row] = []
     for name, chosen in SERVED.items():
-        policy, rule = build(chosen, ours.trace)
+        policy, rule = methods.build(chosen, ours.trace)
         how = "exact replay" if rule.lossless else REPLAYED
         for batch in batches:
             requests = max(len(ours.trace.requests), 4 * batch)
