@@ -150,13 +150,17 @@ def outcome(
     """
     trace = ours.trace if trace is None else trace
     lossy = rule is not None and not rule.lossless
-    if rule is not None and lossy:
-        run = find_run(ours.runs, policy, rule, trace)
-        if run is not None:
-            found = quality(run.outputs, ours.trace)
-            return _outcome(REAL, run.log, ours, found)
-    [log] = replay_many(trace, [(describe(policy), policy)], rule=rule)
-    return _outcome(REPLAYED if lossy else f"replayed: {log.fidelity}", log, ours)
+    run = find_run(ours.runs, policy, rule, trace) if rule is not None and lossy else None
+    if run is not None:
+        log, how = run.log, REAL
+    else:
+        [log] = replay_many(trace, [(describe(policy), policy)], rule=rule)
+        how = REPLAYED if lossy else f"replayed: {log.fidelity}"
+    priced = price(log, ours.latency)
+    if priced.left_out:
+        how += "; judging time not included: these latencies were measured without it"
+    found = None if run is None else quality(run.outputs, ours.trace)
+    return MethodOutcome(priced, ours.plain(log).total_s, how, found)
 
 
 def method_outcome(
@@ -177,10 +181,3 @@ def quality_note(seen: Quality) -> str:
         f"{seen.log_likelihood:.2f} nats a token, greedy {seen.reference_log_likelihood:.2f}"
     )
     return f"{said}; {seen.score}" if seen.score else said
-
-
-def _outcome(how: str, log: RoundLog, ours: Ours, found: Quality | None = None) -> MethodOutcome:
-    priced = price(log, ours.latency)
-    if priced.left_out:
-        how += "; judging time not included: these latencies were measured without it"
-    return MethodOutcome(priced, ours.plain(log).total_s, how, found)
