@@ -232,9 +232,7 @@ def _options(annotation: Any) -> str:
 
 
 def _entry(row: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
-    """Return the name of a policy, rule or source, and what is said of it, in parts that stay
-    whole.
-    """
+    """Return a row's name, and what is said of it, in parts that stay whole."""
     from policies.spec import as_text
 
     parameters = [
@@ -261,9 +259,7 @@ def signals(cls: type) -> tuple[str, ...]:
 
 
 def papers_of(cls: type) -> str:
-    """Return the arXiv numbers in a class's docstring, or its module's; else what the summary
-    names.
-    """
+    """Return the arXiv numbers in a class's or its module's docstring, else the summary's source."""
     module = inspect.getmodule(cls)
     for text in (cls.__doc__, module.__doc__ if module else None):
         if (ids := _ids(text)) != "-":

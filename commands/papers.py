@@ -201,8 +201,7 @@ def sampled_runs(
 
 
 def command_of(trace: Trace, folder: Path | None) -> str:
-    """Return the `draftsim profile` that records the pair of a run folder on the same prompts
-    again.
+    """Return the `draftsim profile` that records a folder's pair on the same prompts again.
 
     Names that only the user knows are left in capitals.
     """

@@ -336,9 +336,7 @@ def write_as(
     rows: Sequence[Mapping[str, Any]], path: Path, meta: Mapping[str, Any], caption: str,
     complete: bool = True,
 ) -> None:  # fmt: skip
-    """Write the rows as the table that the suffix names; only Parquet says whether they are
-    complete.
-    """
+    """Write rows as the table that the suffix names; only Parquet says if they are complete."""
     from simulator.serving.outcome.results import flat, write_table
 
     if path.suffix == ".parquet":
@@ -359,9 +357,7 @@ def rows_file(out: Path | None) -> Path | None:
 def requests_bar(
     scenarios: Sequence[Scenario], policies: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Show a progress bar over every request of every run, on standard error: (advance,
-    progress).
-    """
+    """Show a progress bar over every request of every run, and yield (advance, progress)."""
     each = scenarios[0].count * scenarios[0].replications
     runs = len(scenarios) * len(policies)
     with progress_bar() as bar:

@@ -189,9 +189,7 @@ def carried(
 
 
 def _by_pair(table: LatencyTable) -> dict[str, LatencyTable]:
-    """Return the tables of every pair with a draft and mode in a table of the suite; else
-    itself.
-    """
+    """Return the tables of each pair and mode of a suite's table; else the table itself."""
     models = {str(m) for m in table.cells["model"]}
     drafts = [tuple(m.split("/")) for m in models if m.endswith("/draft") and m.count("/") == 2]
     if not drafts:

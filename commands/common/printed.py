@@ -246,9 +246,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def console(**options: Any) -> Console:
-    """Return a console that takes text for text: names hold brackets, and come from anybody's
-    file.
-    """
+    """Return a console that takes text for text: names with brackets are anybody's."""
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
@@ -277,8 +275,7 @@ def cell_text(name: str, value: Any) -> str:
 
 
 def in_lines(name: str, width: int = NAME) -> str:
-    """Return `name` on lines of at most `width` where it has places to break; never within a
-    number.
+    """Return `name` on lines of at most `width`, as far as it can be broken; never within a number.
 
     A name is not broken at its hyphens, so that it can be copied.
 

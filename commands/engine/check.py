@@ -211,8 +211,7 @@ def grid_of(options: EngineOptions, work: Workload, latency: LatencyTable) -> En
 
 
 def often(loads: Iterable[Counter[int]]) -> list[int]:
-    """Return the batches that decode in at least `OFTEN` of a load's steps, the most frequent
-    first.
+    """Return the batches that decode in `OFTEN` or more of a load's steps, the most frequent first.
 
     A pass over 12 sequences can take longer than one over 16 (a matrix kernel of a CPU), and load
     that only falls from 16 is mostly in between.
@@ -361,8 +360,7 @@ def chances(text: str) -> list[float]:
 
 
 def check_trial(latency: LatencyTable) -> int:
-    """Return the longest draft of the engine that `latency` was measured on, which can be tried
-    here.
+    """Return the longest draft of the engine that `latency` is of, which can be tried here.
 
     Raises DraftsimError before anything is searched where it cannot.
     """
@@ -437,9 +435,7 @@ def tried(
 
 
 def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyTable) -> None:
-    """Print whether the found setting is the best at each load, what was not tried, and how to
-    launch.
-    """
+    """Print whether the setting is the best at each load, what was not tried, and how to launch."""
     from simulator.tune.launch import launch_line
     from simulator.tune.served import NO_SPECULATION
 

@@ -363,9 +363,7 @@ def _tasks(file: Path) -> dict[str, tuple[str, CodeTask]]:
 def part_of(
     trace: Trace, limit: int | None, categories: Collection[str]
 ) -> tuple[Trace, str | None]:
-    """Return the requests that are chosen, in the trace's order, and what they are; None if all
-    are.
-    """
+    """Return the chosen requests in the trace's order, and what they are; None if all are."""
     from profiler.prompts import chosen_of
 
     chosen = {r.id for r in chosen_of(trace.requests, "the recording", limit, categories)}

@@ -157,9 +157,7 @@ class SpotCheck(RealRuns):
 
 
 def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
-    """Return the replay of each of transformers' schedules, as far as their drafts were
-    recorded.
-    """
+    """Return the replay of each of transformers' schedules, if their drafts were recorded."""
     from simulator.chosen import load_policies
     from traces.replay.vectorised import replay_many
 

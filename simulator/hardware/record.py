@@ -90,8 +90,7 @@ def _plain_model(name: str, device: str, left: frozenset[PublishedRun]) -> Roofl
 
 @lru_cache(maxsize=64)
 def outside_launches(without: str = "") -> float:
-    """Return the number of launches outside of the layers, in layers' worth, of a host that
-    launches every kernel.
+    """Return launches outside of layers, in layers' worth, of a host that launches each kernel.
 
     Embedding, positions, masks, the last norm, the output projection, choosing a token.  Fitted
     to the eager studies but the one called `without`, each with layers of its own speed, where
@@ -221,8 +220,7 @@ def predictions(mode: Mode) -> tuple[Predicted, ...]:
 
 @cache
 def by_library() -> tuple[Predicted, ...]:
-    """Return runs of a format that other studies read with another library, from this library's
-    alone.
+    """Return runs of a format that others read with another library, from this library's alone.
 
     The library decides which kernels run for a quantised matrix, so runs of another library say
     little.  These are the errors if the server's library is known; `predictions` assume that it is
@@ -310,9 +308,7 @@ def ratio_errors(mode: Mode, quantised: bool) -> list[float]:
 
 
 def width_errors(quantised: bool) -> list[float]:
-    """Return relative errors of what more tokens make of a pass, by published runs over 1, 2,
-    ...
-    """
+    """Return relative errors of what more tokens make of a pass, by published runs."""
     rows = [r for r in predictions("graph") if FORMATS[r.run.weights].quantised == quantised]
     one = {_series(r): r.error for r in rows if r.run.new_tokens == 1}
     if not quantised:  # the run over one token is given, and met

@@ -107,8 +107,7 @@ def fit_table(latency: LatencyTable, shapes: Mapping[str, ModelShape]) -> tuple[
 def carry_over(
     latency: LatencyTable, to: Device, *, weights: Mapping[str, WeightFormat] | None = None
 ) -> LatencyTable:
-    """Return `latency` as it would be on `to`: every cell times the ratio of the fitted model
-    there.
+    """Return `latency` as it would be on `to`: every cell times the fitted model's ratio there.
 
     Only the ratio comes from the model, so a cell keeps what the model does not explain.  Host
     phases do not change.  The result is marked ``scaled``, with the fit, its error for the measured

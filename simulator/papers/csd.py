@@ -47,8 +47,7 @@ def csd_rule(chosen: Method) -> str:
 
 
 def csd_rows(ours: Ours) -> list[Row]:
-    """Return CSD's ablation on the prompts that neither its memory nor its thresholds were fitted
-    to.
+    """Return CSD's ablation on prompts that neither its memory nor its thresholds were fitted to.
 
     First at our lambda and the paper's tau, then the variants with a threshold again at those that
     `Rejections` calibrates on the other prompts, so that memory and gate both say no.
@@ -168,9 +167,7 @@ class Rejections:
         return Rejections([*self.pairs, *other.pairs], np.concatenate([self.gaps, other.gaps]))
 
     def top(self) -> set[Pair]:
-        """Return the most frequent `TOP` of the patterns, rounded up; ties as they were met
-        first.
-        """
+        """Return the most frequent `TOP` of the patterns, rounded up; of ties the first met."""
         counts = Counter(self.pairs)
         most = counts.most_common(math.ceil(TOP * len(counts)))
         return {pair for pair, _ in most}
@@ -189,9 +186,7 @@ class Rejections:
         return float((self.gaps >= math.log(tau)).mean())
 
     def median_lambda(self) -> int:
-        """Return the largest lambda at which the memory still holds half of the rejections, or
-        0.
-        """
+        """Return the largest lambda at which the memory still holds half of the rejections."""
         lam = 0
         while self.held(lam + 1) >= 0.5:
             lam += 1

@@ -43,9 +43,7 @@ def quantity_rows() -> list[Row]:
 
 
 def specbound_cells() -> list[Row]:
-    """Return rows of eq. 5 with one fitted depth fraction per model, gamma = CR, against the 24 SD
-    cells.
-    """
+    """Return the 24 SD cells by eq. 5 with one fitted depth fraction per model and gamma = CR."""
     rows, inside = [], 0
     for model in MODELS:
         line = SPECBOUND_1[model, "SpecBound"]
@@ -69,9 +67,7 @@ def specbound_cells() -> list[Row]:
 
 
 def specbound_fits() -> list[Row]:
-    """Return depth fractions that eq. 5 needs, per model and pooled, for no or one wasted
-    position.
-    """
+    """Return depth fractions that eq. 5 needs, for no or one wasted position."""
     fits = [
         (wasted, label, name, models, False)
         for wasted, label in ((0.0, "gamma = CR"), (1.0, "gamma = CR + 1"))
@@ -124,9 +120,7 @@ def specbound_ratios() -> list[Row]:
 
 
 def gammatune_costs() -> list[Row]:
-    """Return rows of eq. 6 from the latencies of Table 1: cost ratio, break-even, and the limit of
-    speedup.
-    """
+    """Return cost ratio, break-even and limit of the speedup by eq. 6 from Table 1's latencies."""
     rows = []
     for name, (target, draft) in PAIRS.items():
         times = (GAMMATUNE_1.number(m, "ms per token") for m in (target, draft))
@@ -144,9 +138,7 @@ def gammatune_costs() -> list[Row]:
 
 
 def gammatune_means() -> list[Row]:
-    """Return the table 2's average columns from its pairs: means, and root mean squares of the
-    sds.
-    """
+    """Return Table 2's averages from its pairs: means, and root mean squares of the sds."""
     rows = []
     for method, values in GAMMATUNE_2.cells.items():
         numbers = np.array(values, dtype=float)

@@ -225,8 +225,7 @@ class SettingReplays:
 
 
 def search(replays: SettingReplays) -> Setting:
-    """Return the setting from which no parameter can be changed alone for more speed on these
-    requests.
+    """Return the setting that no change of one parameter makes faster on these requests.
 
     From `START` to better neighbours along one parameter after another, then over all values
     of each.  Raises what `traces.sources.replay.replay_source` raises.
@@ -298,9 +297,7 @@ def early_exit_rows(ours: Ours) -> list[Row]:
 
 
 def ablations(best: Setting, ours: Ours) -> dict[str, Setting]:
-    """Return Figure 4's variants of a setting, each without one of SpecBound's parts; and one
-    without the threshold that all of them serve.
-    """
+    """Return Figure 4's variants of a setting, each without a part; and one without a threshold."""
     return {
         "without annealing": best._replace(omega=0.0),
         "without the depth bound": best._replace(depth=1.0),

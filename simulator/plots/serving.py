@@ -39,8 +39,7 @@ SLOWER_FASTER = LinearSegmentedColormap.from_list("diverging", ["#8C4A00", "#FFF
 
 
 def plot_latency_throughput(rows: Rows) -> Figure:
-    """Plot mean TPOT against throughput, one curve a policy, one point a batch size (CM-ASD, Fig.
-    2).
+    """Plot mean TPOT against throughput, a curve a policy, a point a batch size (CM-ASD, Fig. 2).
 
     Replications are drawn with their 95% intervals.
     """
@@ -445,8 +444,7 @@ def crossings(one: Pairs, other: Pairs) -> list[tuple[float, float]]:
 
 
 def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Plot replicas needed over the rate of requests; rows of `simulator.capacity.plan` with
-    curves.
+    """Plot replicas needed over request rates; rows of `simulator.capacity.plan` with curves.
 
     Markers stand at the rate asked for, with the interval over replications; rings where the
     line of a policy crosses that of no speculation.

@@ -220,9 +220,7 @@ def _significant(value: float) -> float:
 
 
 def loads(trace: Trace, latency: LatencyTable, serve: bool, draws: int) -> dict[str, Any]:
-    """Return ``batches``, ``contexts`` and ``serving``; None where nothing was measured for
-    them.
-    """
+    """Return ``batches``, ``contexts`` and ``serving``; None where nothing was measured."""
     sizes = latency.usual_batches
     if len(sizes) < 2:
         return {"batches": None, "contexts": None, "serving": None}

@@ -84,9 +84,7 @@ def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> 
 
 
 def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
-    """Return rounds dealt to the slots, shape (steps, batch); request i has those from
-    ``bounds[i]``.
-    """
+    """Return rounds dealt to slots, shape (steps, batch); request i has those from bounds[i]."""
     counts = np.diff(bounds)
     usable = np.flatnonzero(counts)
     # A bootstrap sample of prompts serves all slots, each in its own order.

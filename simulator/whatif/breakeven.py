@@ -286,9 +286,7 @@ def _words(
 
 
 def some_points(rows: pd.DataFrame, most: int = 26) -> pd.DataFrame:
-    """Return about `most` rows along every axis: all policies at points spread evenly over the
-    others.
-    """
+    """Return about `most` rows along each axis: all policies at points spread over the others."""
     kept = []
     for _, part in rows.groupby("along", sort=False):
         number = part.groupby(list(VARYING), sort=False, dropna=False).ngroup().to_numpy()

@@ -109,8 +109,7 @@ class SweepRunner:
     """Policies not asked for, left out where the recording does not reach."""
 
     def run(self, part: SweepPart) -> dict[str, npt.NDArray[Any]]:
-        """Return the rows of `part` as columns, without those that compare policies or tell the
-        tilt's error.
+        """Return the rows of `part` as columns, without those about other policies and tilts.
 
         Raises what `traces.replay.run.replay` and `simulator.pricing.price` raise.
         """
@@ -336,9 +335,7 @@ class DeviceTable(NamedTuple):
 
 
 def device_name(latency: LatencyTable) -> str:
-    """Return the data-sheet name of a table's device where there is one, else as it was
-    recorded.
-    """
+    """Return the data-sheet name of a table's device if there is one, else as it was recorded."""
     try:
         return home_device(latency).name
     except DraftsimError:
@@ -356,9 +353,7 @@ def _scaling(latency: LatencyTable) -> tuple[bool, float, float]:
 
 
 def references(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, DraftPolicy]:
-    """Return the fixed lengths that the trace's tails allow and the oracle, less what `policies`
-    hold.
-    """
+    """Return the oracle and the fixed lengths that the tails allow, less what `policies` hold."""
     # After longer drafts than a log holds, what was accepted would be a guess.
     longest = longest_draft(trace)
     there = {
@@ -382,8 +377,7 @@ def family(name: str) -> str:
 
 
 def with_regrets(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with what the best fixed length and the oracle among them do at the same
-    point.
+    """Return the rows with what the best fixed length and the oracle do at the same point.
 
     New columns: ``best_fixed`` and ``best_gamma`` (0: plain decoding), ``oracle``,
     ``regret_fixed`` = 1 - speedup / best_fixed and ``regret_oracle`` likewise, and

@@ -69,8 +69,7 @@ def first_acceptance(trace: Trace) -> float:
 
 
 def drafts_of_rounds(trace: Trace, judged: Ints, gamma: int) -> tuple[Ints, Ints]:
-    """Return indices into `judged` of tokens drafted by rounds of `gamma`, and their places in the
-    draft.
+    """Return indices into `judged` of tokens drafted by rounds of `gamma`, and places in the draft.
 
     A draft counts up to its first mismatch: what follows has no outcome of its own.
     """
@@ -226,9 +225,7 @@ def fit_rate_optimal(
 def fit_estimates(
     trace: Trace, estimates: str, gamma: int
 ) -> tuple[AcceptanceEstimator, AcceptanceEstimator | None, float]:
-    """Return (acceptance of a drafted token, of the one after it, of a round's first) from
-    `trace`.
-    """
+    """Return acceptance in `trace` of (a drafted token, the one after it, a round's first)."""
     if estimates not in ("isotonic", "logistic", "none"):
         raise DraftsimError(f"estimates is {estimates!r}, expected isotonic, logistic or none")
     judged = judged_rows(trace)
@@ -268,9 +265,7 @@ def fit_estimates(
 def _smoothed(
     values: npt.NDArray[np.float64], match: npt.NDArray[np.bool_], rising: bool
 ) -> npt.NDArray[np.float64]:
-    """Return outcomes with the ends pooled: a first or last step of few samples claims
-    certainty.
-    """
+    """Return outcomes with the ends pooled: steps of few samples claim certainty."""
     result = match.astype(np.float64)
     order = np.argsort(values, kind="stable")
     pool = max(1, min(len(order) // 20, 25))
@@ -282,9 +277,7 @@ def _smoothed(
 def _best_rate(
     trace: Trace, latency: LatencyTable, rule: RateOptimal, batch: int, rate: float
 ) -> tuple[float, float]:
-    """Return the fixed point, from plain decoding's `rate` on, or a fraction of it that does
-    better, and the rate achieved with it.
-    """
+    """Return the fixed point, or a fraction that does better, and the rate achieved with it."""
 
     def achieved(*rates: float) -> list[float]:
         return _achieved(trace, latency, [rule.at_rate(r) for r in rates], batch)

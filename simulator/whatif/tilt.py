@@ -130,9 +130,7 @@ class Rebuilder:
         return moved
 
     def _lenders(self, mismatches: Ints) -> Ints:
-        """Return per position the recorded mismatch that would lend its tail, shape
-        (positions,).
-        """
+        """Return the recorded mismatch that would lend each position its tail, (positions,)."""
         from scipy.spatial import cKDTree
 
         trace = self.trace
@@ -246,9 +244,7 @@ class MatchModel:
 
 
 def _spline_features(trace: Trace) -> Floats:
-    """Return cubic B-splines of each signal at the on-path positions, shape (positions,
-    features).
-    """
+    """Return cubic B-splines of each on-path signal, shape (positions, features)."""
     from sklearn.preprocessing import SplineTransformer
 
     columns = signal_table(trace)[trace.on_path]
@@ -316,9 +312,7 @@ class Tilter:
         return self._rebuild(match, {"tilt": tilt, "fidelity": "approximate"}, shown)
 
     def to(self, alpha: float) -> Trace:
-        """Return the trace whose share of matches is as near to `alpha` as one more draft can
-        be.
-        """
+        """Return the trace whose share of matches is as near to `alpha` as one draft can be."""
         return self.shifted(float(self.shifts([alpha])[0]))
 
     def shifts(self, alphas: Sequence[float]) -> Floats:
@@ -341,9 +335,7 @@ class Tilter:
         return np.where(unmoved, 0.0, nearest)
 
     def _shown(self, match: Bools, shift: float) -> Ints | None:
-        """Return the position whose signals each one shows under the new matches, shape
-        (positions,).
-        """
+        """Return the position whose signals each one shows, shape (positions,)."""
         if not self.trace.signals:
             return None
         logit, recorded = self.model.signal_logit, self._recorded

@@ -159,9 +159,7 @@ class TiltErrors(NamedTuple):
 
 
 def tilt_errors(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> TiltErrors:
-    """Return the errors of tilting `trace`, from its own prompt groups; NaN if they are too
-    alike.
-    """
+    """Return the errors of tilting `trace`, from its own prompt groups; NaN if too alike."""
     try:
         rows = compare_groups(trace, method=method, seed=seed)
     except DraftsimError:

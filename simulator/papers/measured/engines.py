@@ -61,8 +61,7 @@ WINDOW_S = 10.0
 
 
 def ladder_rows(named: str = "") -> list[Evidence]:
-    """Return every length of the RTX 3090's ladder from every two others, and from every single
-    one.
+    """Return every length of the RTX 3090's ladder from every two others, and every single one.
 
     Only of drafters whose study's name contains `named`: these rows take longest of all studies'.
     """

@@ -79,9 +79,7 @@ def step_rows() -> Iterator[Evidence]:
 
 
 def product_rows() -> Iterator[Evidence]:
-    """Yield a layer's matrix products of each of Vidur's models, from the other models of its
-    GPU.
-    """
+    """Yield a layer's matrix products of each of Vidur's models, from its GPU's other models."""
     tokens = np.array([float(2**i) for i in range(12)])
     for device in ("a100-80gb", "h100"):
         rows = bundled_operators(device).of(source="microsoft/vidur")
@@ -240,9 +238,7 @@ def _decoded(
 
 
 def concurrency_rows() -> Iterator[Evidence]:
-    """Yield a server's time between tokens at several concurrencies: a step, and the prompts in
-    it.
-    """
+    """Yield a server's time between tokens by concurrency: a step, and the prompts in it."""
     latency = find_latency("a100/llama-3-8b")
     for row in published_rows("servers"):
         # The study does not say the prompts' lengths; the file has an estimate.

@@ -37,9 +37,7 @@ def evidence(
     study: str, given: str, quantity: str, predicted: float | Interval, measured: float,
     plain: float | None = None,
 ) -> Evidence:  # fmt: skip
-    """Return a row with its error; the sign is judged against `plain` decoding's value, if
-    given.
-    """
+    """Return a row with its error, and with its sign if `plain` decoding's value is given."""
     low = high = sign = None
     if isinstance(predicted, Interval):
         low, high, predicted = predicted.low, predicted.high, predicted.value
