@@ -259,7 +259,7 @@ def signals(cls: type) -> tuple[str, ...]:
 
 
 def papers_of(cls: type) -> str:
-    """Return the arXiv numbers in a class's or its module's docstring, else the summary's source."""
+    """Return the arXiv numbers in a class's or module's docstring, else the summary's source."""
     module = inspect.getmodule(cls)
     for text in (cls.__doc__, module.__doc__ if module else None):
         if (ids := _ids(text)) != "-":

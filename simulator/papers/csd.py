@@ -186,7 +186,7 @@ class Rejections:
         return float((self.gaps >= math.log(tau)).mean())
 
     def median_lambda(self) -> int:
-        """Return the largest lambda at which the memory still holds half of the rejections."""
+        """Return the largest lambda, or 0, at which the memory still holds half of rejections."""
         lam = 0
         while self.held(lam + 1) >= 0.5:
             lam += 1

@@ -277,7 +277,7 @@ def _smoothed(
 def _best_rate(
     trace: Trace, latency: LatencyTable, rule: RateOptimal, batch: int, rate: float
 ) -> tuple[float, float]:
-    """Return the fixed point, or a fraction that does better, and the rate achieved with it."""
+    """Return the fixed point from `rate` on, or a better fraction of it, and the rate achieved."""
 
     def achieved(*rates: float) -> list[float]:
         return _achieved(trace, latency, [rule.at_rate(r) for r in rates], batch)
