@@ -59,8 +59,6 @@ def demo(
     If an option has two defaults, the second is that of --full.
     """
     from commands.simulate.table import headline, print_ranked
-    from profiler.recording.run import only_writer
-    from simulator.plots.recording import save_all
     from simulator.whatif.ranking import rank, ranked_rows
     from traces.store.files import read_latency, read_trace
 
@@ -74,6 +72,10 @@ def demo(
         repeats=repeats or size.repeats,
     )  # fmt: skip
     _profiled(out, size)
+
+    from profiler.recording.run import only_writer  # no torch is needed for the first answer
+    from simulator.plots.recording import save_all
+
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
     ranking = rank(trace, latency, None, say=note)
     ranked = ranked_rows(ranking, latency, trace)
