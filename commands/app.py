@@ -167,7 +167,7 @@ COMMANDS = {
     "sweep": Listed(
         "commands.sweep:sweep", "Vary costs, acceptance, batch or GPU over a grid.", _STUDY
     ),
-    "check": Listed("commands.check:check", "Check the papers' formulas by simulation.", _STUDY),
+    "check": Listed("commands.papers:check", "Check the papers' formulas by simulation.", _STUDY),
     "papers": Listed(
         "commands.papers:papers", "Compare the papers' tables with ours.", _STUDY
     ),
