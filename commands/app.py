@@ -61,118 +61,93 @@ _RECORDED = (
     "--seed", "--record-batch",
 )  # fmt: skip
 PROFILE = {
-    "pair": Listed(
-        "commands.profile.command:pair", "Time passes and record which drafts are accepted."
-    ),
+    "pair": Listed("profile.command:pair", "Time passes and record which drafts are accepted."),
     "sources": Listed(
-        "commands.profile.command:sources", "Record other draft sources and time them.",
+        "profile.command:sources", "Record other draft sources and time them.",
         chosen_by=("--exit-layers", "--source"),
     ),
     "decode": Listed(
-        "commands.profile.command:decode", "Decode under lossy rules for real.",
+        "profile.command:decode", "Decode under lossy rules for real.",
         chosen_by=("--verify", "--method", "--papers", "--run-code"),
     ),
     "latency": Listed(
-        "commands.profile.command:latency", "Measure the latencies again; keep the recording.",
+        "profile.command:latency", "Measure the latencies again; keep the recording.",
         chosen_by=("--latency-only",), left_out=_RECORDED,
     ),
     "signals": Listed(
-        "commands.profile.command:signals", "Add the draft signals that an older recording lacks.",
+        "profile.command:signals", "Add the draft signals that an older recording lacks.",
         chosen_by=("--signals-only",),
         left_out=(*_RECORDED, "--max-gamma", "--repeats", "--batch"),
     ),
-    "engine": Listed(
-        "commands.profile.command:engine", "Time the steps of vLLM.",
-        chosen_by=("--engine",),
-    ),
+    "engine": Listed("profile.command:engine", "Time the steps of vLLM.", chosen_by=("--engine",)),
 }  # fmt: skip
 """Verbs of `draftsim profile`, each with its help."""
 VALIDATE = {
-    "run": Listed(
-        "commands.validate.command:run", "Compare predicted with real rounds and seconds."
-    ),
+    "run": Listed("validate.command:run", "Compare predicted with real rounds and seconds."),
     "sources": Listed(
-        "commands.validate.command:sources", "The same with another draft source.",
+        "validate.command:sources", "The same with another draft source.",
         chosen_by=("--source",), left_out=("--no-assisted",),
     ),
     "batch": Listed(
-        "commands.validate.command:batch", "The same in static batches.",
+        "validate.command:batch", "The same in static batches.",
         chosen_by=("--batch",), left_out=("--no-assisted",),
     ),
     "lossy": Listed(
-        "commands.validate.command:lossy", "Measure the bias of replaying a lossy rule.",
+        "validate.command:lossy", "Measure the bias of replaying a lossy rule.",
         chosen_by=("--verify", "--memory"), left_out=("--no-assisted",),
     ),
     "engine": Listed(
-        "commands.validate.command:engine",
-        "Compare predicted steps and seconds with those of vLLM.",
+        "validate.command:engine", "Compare predicted steps and seconds with those of vLLM.",
         chosen_by=("--engine",),
     ),
     "recorded": Listed(
-        "commands.validate.command:recorded",
-        "Compare recorded GPU runs with predictions; runs nothing.",
+        "validate.command:recorded", "Compare recorded GPU runs with predictions; runs nothing.",
         chosen_by=("--recorded",),
     ),
 }  # fmt: skip
 """Verbs of `draftsim validate`, likewise."""
 COMMANDS = {
-    "demo": Listed(
-        "commands.demo:demo", "Profile the bundled pair here, predict, and check.", _TRY
-    ),
+    "demo": Listed("demo:demo", "Profile the bundled pair here, predict, and check.", _TRY),
     "list": Listed(
-        "commands.catalogue:list_all", "Show the recordings, or the names that options take.", _TRY
+        "catalogue:list_all", "Show the recordings, or the names that options take.", _TRY
     ),
-    "fetch": Listed(
-        "commands.fetch:fetch", "Download SmolLM2 or Qwen2.5-Coder with drafters.", _TRY
-    ),
+    "fetch": Listed("fetch:fetch", "Download SmolLM2 or Qwen2.5-Coder with drafters.", _TRY),
     "recommend": Listed(
-        "commands.calibrate:recommend", "Recommend a draft length from benchmark runs.", _SERVER
+        "calibrate:recommend", "Recommend a draft length from benchmark runs.", _SERVER
     ),
     "doctor": Listed(
-        "commands.acceptance:doctor",
+        "acceptance:doctor",
         "Check if acceptance is as expected, and name the cause if not.", _SERVER,
     ),
     "calibrate": Listed(
-        "commands.calibrate:calibrate", "Fit costs to tokens/s of your own server.", _SERVER
+        "calibrate:calibrate", "Fit costs to tokens/s of your own server.", _SERVER
     ),
     "curve": Listed(
-        "commands.acceptance:curve", "Predict acceptance lengths at draft lengths not measured.",
-        _SERVER,
+        "acceptance:curve", "Predict acceptance lengths at draft lengths not measured.", _SERVER
     ),
     "import": Listed(
-        "commands.imports:import_file", "Turn another program's log into a recording.", _SERVER
+        "imports:import_file", "Turn another program's log into a recording.", _SERVER
     ),
     "profile": Listed("", "Measure a pair: latencies and acceptance.", _PAIR, verbs=PROFILE),
-    "simulate": Listed(
-        "commands.simulate.command:simulate", "Predict every policy's speedup.", _PAIR
-    ),
-    "tune": Listed("commands.tune:tune", "Write the setting that an engine reads.", _PAIR, True),
-    "report": Listed("commands.report:report", "Write all results as one HTML page.", _PAIR),
+    "simulate": Listed("simulate.command:simulate", "Predict every policy's speedup.", _PAIR),
+    "tune": Listed("tune:tune", "Write the setting that an engine reads.", _PAIR, True),
+    "report": Listed("report:report", "Write all results as one HTML page.", _PAIR),
     "validate": Listed("", "Run policies, and check predictions.", _PAIR, True, VALIDATE),
     "export": Listed(
-        "commands.acceptance:export", "Write a recording's acceptance as other programs read it.",
-        _PAIR,
+        "acceptance:export", "Write a recording's acceptance as other programs read it.", _PAIR
     ),
-    "serve": Listed(
-        "commands.serve:serve", "Simulate batches, queues and fleets.", _LOAD, True
-    ),
+    "serve": Listed("serve:serve", "Simulate batches, queues and fleets.", _LOAD, True),
     "capacity": Listed(
-        "commands.capacity:capacity", "Find the fewest replicas that meet an SLO.",
-        _LOAD, True,
+        "capacity:capacity", "Find the fewest replicas that meet an SLO.", _LOAD, True
     ),
     "breakeven": Listed(
-        "commands.breakeven:breakeven", "Find the loads above which speculation is slower.",
-        _LOAD,
+        "breakeven:breakeven", "Find the loads above which speculation is slower.", _LOAD
     ),
-    "sweep": Listed(
-        "commands.sweep:sweep", "Vary costs, acceptance, batch or GPU over a grid.", _STUDY
-    ),
-    "check": Listed("commands.papers:check", "Check the papers' formulas by simulation.", _STUDY),
-    "papers": Listed(
-        "commands.papers:papers", "Compare the papers' tables with ours.", _STUDY
-    ),
+    "sweep": Listed("sweep:sweep", "Vary costs, acceptance, batch or GPU over a grid.", _STUDY),
+    "check": Listed("papers:check", "Check the papers' formulas by simulation.", _STUDY),
+    "papers": Listed("papers:papers", "Compare the papers' tables with ours.", _STUDY),
     "calibrate-memory": Listed(
-        "commands.memory:calibrate_memory", "Count a run's corrections, for the rule csd.", _STUDY
+        "memory:calibrate_memory", "Count a run's corrections, for the rule csd.", _STUDY
     ),
 }  # fmt: skip
 """Commands by name, in groups of what people have."""
