@@ -9,7 +9,13 @@ arithmetic add up (`simulator.hardware.roofline`) with the 8B's passes in view, 
 
 from pathlib import Path
 
-from simulator.papers.measured import engines
+from simulator.papers.measured.engines import (
+    SERVER_LOG,
+    engine_rows,
+    ladder_rows,
+    roofline_rows,
+    server_rows,
+)
 from simulator.papers.measured.logs import log_rows
 from simulator.papers.measured.operators import eagle_rows, operator_rows
 from simulator.papers.measured.rows import Evidence
@@ -22,10 +28,9 @@ def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
     """
     of_logs: list[Evidence] = []
     if logs:  # first, since they may be refused; a folder may hold the server's requests alone
-        found = log_rows(logs, needed=not (logs / engines.SERVER_LOG).is_file())
-        of_logs = [*engines.server_rows(logs), *eagle_rows(logs), *found]
+        found = log_rows(logs, needed=not (logs / SERVER_LOG).is_file())
+        of_logs = [*server_rows(logs), *eagle_rows(logs), *found]
     rows = [
-        *engines.ladder_rows(named), *engines.engine_rows(), *engines.roofline_rows(),
-        *operator_rows(named), *of_logs,
+        *ladder_rows(named), *engine_rows(), *roofline_rows(), *operator_rows(named), *of_logs
     ]  # fmt: skip
     return [row for row in rows if named.lower() in row.study.lower()]
