@@ -104,13 +104,13 @@ def studies() -> Iterator[tuple[str, list[Study]]]:
                 )
             ],
         )
-    for study in ENGINE_STUDIES:
-        for load, of in study.runs.items():
+    for study, loads in ENGINE_STUDIES.items():
+        for load, of in loads.items():
             runs = [ServerRun(load, k, r.tokens_per_s, emitted=r.emitted if k else None)
                     for k, r in of.items()]  # fmt: skip
             yield (
-                f"{study.name}, K = 3 from none and 1",
-                [Study(study.name, runs, lambda run: run.k != 3)],
+                f"{study}, K = 3 from none and 1",
+                [Study(study, runs, lambda run: run.k != 3)],
             )
 
 

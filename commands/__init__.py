@@ -1,3 +1,3 @@
-"""One module per command of the command line; the only code that knows all packages."""
+"""The commands of the command line; the only code that knows all packages."""
 
 __distribution__ = "draftsim"

@@ -25,10 +25,6 @@ from commands.lazy import Listed, lazy_group
 # typer carries its own copy of click, whose errors it exports only in part.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
-COMPLETION = "_DRAFTSIM_COMPLETE"
-"""Variable by which a shell asks for completions."""
-COMPLETING = {"--install-completion", "--show-completion"}
-"""Options after which typer ends the program itself."""
 INTERRUPTED = 130
 STOPPED = "stopped; nothing is half-written, and the same command continues where it can"
 NUMBERS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
@@ -65,118 +61,93 @@ _RECORDED = (
     "--seed", "--record-batch",
 )  # fmt: skip
 PROFILE = {
-    "pair": Listed(
-        "commands.profile.command:pair", "Time passes and record which drafts are accepted."
-    ),
+    "pair": Listed("profile.command:pair", "Time passes and record which drafts are accepted."),
     "sources": Listed(
-        "commands.profile.command:sources", "Record other draft sources and time them.",
+        "profile.command:sources", "Record other draft sources and time them.",
         chosen_by=("--exit-layers", "--source"),
     ),
     "decode": Listed(
-        "commands.profile.command:decode", "Decode under lossy rules for real.",
+        "profile.command:decode", "Decode under lossy rules for real.",
         chosen_by=("--verify", "--method", "--papers", "--run-code"),
     ),
     "latency": Listed(
-        "commands.profile.command:latency", "Measure the latencies again; keep the recording.",
+        "profile.command:latency", "Measure the latencies again; keep the recording.",
         chosen_by=("--latency-only",), left_out=_RECORDED,
     ),
     "signals": Listed(
-        "commands.profile.command:signals", "Add the draft signals that an older recording lacks.",
+        "profile.command:signals", "Add the draft signals that an older recording lacks.",
         chosen_by=("--signals-only",),
         left_out=(*_RECORDED, "--max-gamma", "--repeats", "--batch"),
     ),
-    "engine": Listed(
-        "commands.profile.command:engine", "Time the steps of vLLM.",
-        chosen_by=("--engine",),
-    ),
+    "engine": Listed("profile.command:engine", "Time the steps of vLLM.", chosen_by=("--engine",)),
 }  # fmt: skip
 """Verbs of `draftsim profile`, each with its help."""
 VALIDATE = {
-    "run": Listed(
-        "commands.validate.command:run", "Compare predicted with real rounds and seconds."
-    ),
+    "run": Listed("validate.command:run", "Compare predicted with real rounds and seconds."),
     "sources": Listed(
-        "commands.validate.command:sources", "The same with another draft source.",
+        "validate.command:sources", "The same with another draft source.",
         chosen_by=("--source",), left_out=("--no-assisted",),
     ),
     "batch": Listed(
-        "commands.validate.command:batch", "The same in static batches.",
+        "validate.command:batch", "The same in static batches.",
         chosen_by=("--batch",), left_out=("--no-assisted",),
     ),
     "lossy": Listed(
-        "commands.validate.command:lossy", "Measure the bias of replaying a lossy rule.",
+        "validate.command:lossy", "Measure the bias of replaying a lossy rule.",
         chosen_by=("--verify", "--memory"), left_out=("--no-assisted",),
     ),
     "engine": Listed(
-        "commands.validate.command:engine",
-        "Compare predicted steps and seconds with those of vLLM.",
+        "validate.command:engine", "Compare predicted steps and seconds with those of vLLM.",
         chosen_by=("--engine",),
     ),
     "recorded": Listed(
-        "commands.validate.command:recorded",
-        "Compare recorded GPU runs with predictions; runs nothing.",
+        "validate.command:recorded", "Compare recorded GPU runs with predictions; runs nothing.",
         chosen_by=("--recorded",),
     ),
 }  # fmt: skip
 """Verbs of `draftsim validate`, likewise."""
 COMMANDS = {
-    "demo": Listed(
-        "commands.demo:demo", "Profile the bundled pair here, predict, and check.", _TRY
-    ),
+    "demo": Listed("demo:demo", "Profile the bundled pair here, predict, and check.", _TRY),
     "list": Listed(
-        "commands.catalogue:list_all", "Show the recordings, or the names that options take.", _TRY
+        "catalogue:list_all", "Show the recordings, or the names that options take.", _TRY
     ),
-    "fetch": Listed(
-        "commands.fetch:fetch", "Download SmolLM2 or Qwen2.5-Coder with drafters.", _TRY
-    ),
+    "fetch": Listed("fetch:fetch", "Download SmolLM2 or Qwen2.5-Coder with drafters.", _TRY),
     "recommend": Listed(
-        "commands.recommend:recommend", "Recommend a draft length from benchmark runs.", _SERVER
+        "calibrate:recommend", "Recommend a draft length from benchmark runs.", _SERVER
     ),
     "doctor": Listed(
-        "commands.doctor:doctor", "Check if acceptance is as expected, and name the cause if not.",
-        _SERVER,
+        "acceptance:doctor",
+        "Check if acceptance is as expected, and name the cause if not.", _SERVER,
     ),
     "calibrate": Listed(
-        "commands.calibrate:calibrate", "Fit costs to tokens/s of your own server.", _SERVER
+        "calibrate:calibrate", "Fit costs to tokens/s of your own server.", _SERVER
     ),
     "curve": Listed(
-        "commands.curve:curve", "Predict acceptance lengths at draft lengths not measured.",
-        _SERVER,
+        "acceptance:curve", "Predict acceptance lengths at draft lengths not measured.", _SERVER
     ),
     "import": Listed(
-        "commands.imports:import_file", "Turn another program's log into a recording.", _SERVER
+        "imports:import_file", "Turn another program's log into a recording.", _SERVER
     ),
     "profile": Listed("", "Measure a pair: latencies and acceptance.", _PAIR, verbs=PROFILE),
-    "simulate": Listed(
-        "commands.simulate.command:simulate", "Predict every policy's speedup.", _PAIR
-    ),
-    "tune": Listed("commands.tune:tune", "Write the setting that an engine reads.", _PAIR, True),
-    "report": Listed("commands.report:report", "Write all results as one HTML page.", _PAIR),
+    "simulate": Listed("simulate.command:simulate", "Predict every policy's speedup.", _PAIR),
+    "tune": Listed("tune:tune", "Write the setting that an engine reads.", _PAIR, True),
+    "report": Listed("report:report", "Write all results as one HTML page.", _PAIR),
     "validate": Listed("", "Run policies, and check predictions.", _PAIR, True, VALIDATE),
     "export": Listed(
-        "commands.export:export", "Write a recording's acceptance as other programs read it.",
-        _PAIR,
+        "acceptance:export", "Write a recording's acceptance as other programs read it.", _PAIR
     ),
-    "serve": Listed(
-        "commands.serve:serve", "Simulate batches, queues and fleets.", _LOAD, True
-    ),
+    "serve": Listed("serve:serve", "Simulate batches, queues and fleets.", _LOAD, True),
     "capacity": Listed(
-        "commands.capacity:capacity", "Find the fewest replicas that meet an SLO.",
-        _LOAD, True,
+        "capacity:capacity", "Find the fewest replicas that meet an SLO.", _LOAD, True
     ),
     "breakeven": Listed(
-        "commands.breakeven:breakeven", "Find the loads above which speculation is slower.",
-        _LOAD,
+        "breakeven:breakeven", "Find the loads above which speculation is slower.", _LOAD
     ),
-    "sweep": Listed(
-        "commands.sweep:sweep", "Vary costs, acceptance, batch or GPU over a grid.", _STUDY
-    ),
-    "check": Listed("commands.check:check", "Check the papers' formulas by simulation.", _STUDY),
-    "papers": Listed(
-        "commands.papers:papers", "Compare the papers' tables with ours.", _STUDY
-    ),
+    "sweep": Listed("sweep:sweep", "Vary costs, acceptance, batch or GPU over a grid.", _STUDY),
+    "check": Listed("papers:check", "Check the papers' formulas by simulation.", _STUDY),
+    "papers": Listed("papers:papers", "Compare the papers' tables with ours.", _STUDY),
     "calibrate-memory": Listed(
-        "commands.memory:calibrate_memory", "Count a run's corrections, for the rule csd.", _STUDY
+        "memory:calibrate_memory", "Count a run's corrections, for the rule csd.", _STUDY
     ),
 }  # fmt: skip
 """Commands by name, in groups of what people have."""
@@ -205,8 +176,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Predict what speculative decoding will do, from one profiling run of a real pair."""
@@ -219,7 +189,7 @@ def main() -> None:
     gc.set_threshold(1_000_000, 20, 20)
     # At its end Python would walk through all that is left, more than once, to free what goes.
     atexit.register(gc.freeze)
-    if COMPLETION in os.environ:  # a shell asks: it reads what is printed, and the exit code
+    if "_DRAFTSIM_COMPLETE" in os.environ:  # a shell asks: it reads the output and the exit code
         app(prog_name="draftsim")
     with stop_signals() as stop:
         try:
@@ -229,7 +199,8 @@ def main() -> None:
         except KeyboardInterrupt:
             _fail(STOPPED, stop.code)
         except SystemExit as error:
-            if _is_closed_pipe(error.__context__) or {*sys.argv[1:2]} & COMPLETING:
+            ends = {"--install-completion", "--show-completion"}  # by typer itself
+            if _is_closed_pipe(error.__context__) or {*sys.argv[1:2]} & ends:
                 raise
             # Commands give their codes back: this is code of the user's own, a policy's say.
             _fail(f"a policy or its file called sys.exit({error.code!r}): remove that call", 2)
@@ -245,20 +216,15 @@ def main() -> None:
                 raise
             _fail(said, 2)
         finally:
-            end_workers()
+            _end_workers()
     sys.exit(code if isinstance(code, int) else 0)
 
 
 @dataclass
 class CommandStop:
-    """The way in which the command was stopped."""
+    """The exit code of a command that is stopped: 130 after Ctrl-C, 143 after SIGTERM."""
 
-    number: int = signal.SIGINT
-
-    @property
-    def code(self) -> int:
-        """Exit code: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
-        return 128 + self.number
+    code: int = INTERRUPTED
 
 
 @contextmanager
@@ -271,7 +237,7 @@ def stop_signals() -> Iterator[CommandStop]:
         del frame
         now_s = time.monotonic()
         before_s, last_s = last_s, now_s
-        stop.number = number
+        stop.code = 128 + number
         if now_s - before_s >= TOGETHER_S:
             raise KeyboardInterrupt
 
@@ -287,7 +253,7 @@ def stop_signals() -> Iterator[CommandStop]:
             signal.signal(one, handler)
 
 
-def end_workers() -> None:
+def _end_workers() -> None:
     """End the worker processes of a study, if any run, and remove the folders they share."""
     loky = sys.modules.get("joblib.externals.loky.reusable_executor")
     executor = getattr(loky, "_executor", None)
@@ -314,7 +280,12 @@ def _said(error: Exception) -> str | None:
         if (place := ELSEWHERE.get((command, option))) is not None:
             return f"{command} has no option {option}: {place}"
         if context is not None and option and option not in _options_of(context.command):
-            return configured_in(shown) + _no_such(option, context)
+            near = get_close_matches(option, sorted(_options_of(context.command)), 1)
+            hint = f"`{context.command_path} --help` lists its options"
+            if near:
+                hint = f"did you mean {near[0]}?"
+            own = context.command_path.removeprefix("draftsim ")
+            return f"{configured_in(shown)}{own} has no option {option}: {hint}"
         message = str(shown.format_message())  # the error by itself does not name the option
         return configured_in(shown) + _as_given(_plainly(message))
     if isinstance(error, OSError) and error.errno is not None and not _is_closed_pipe(error):
@@ -336,13 +307,6 @@ def _options_of(command: Any) -> set[str]:
     """Return all names of a command's options, with those of other tools."""
     own = {o for param in command.params for o in (*param.opts, *param.secondary_opts)}
     return own | {f"--{o}" for o, ours in NAMES.items() if own & {f"--{name}" for name in ours}}
-
-
-def _no_such(option: str, ctx: Any) -> str:
-    """Return the message about an option that the command does not have."""
-    near = get_close_matches(option, sorted(_options_of(ctx.command)), 1)
-    hint = f"did you mean {near[0]}?" if near else f"`{ctx.command_path} --help` lists its options"
-    return f"{ctx.command_path.removeprefix('draftsim ')} has no option {option}: {hint}"
 
 
 def _plainly(message: str) -> str:

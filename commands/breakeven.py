@@ -9,19 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.calibrate import fitted, known_target
+from commands.common import options
 from commands.common.configured import MOST_CONTEXT, MOST_LENGTH
 from commands.common.drafted import FORMS, LONGEST, latencies, load_positions, load_recording
-from commands.common.options import (
-    AlwaysOption,
-    AssumeOption,
-    DraftedOption,
-    GpuOption,
-    LatencyOption,
-    TraceOption,
-    WeightsOption,
-    batch_sizes,
-    refuse,
-)
 from commands.common.output import MEASURE_MORE, JsonOption, OutOption, emit, note, placed, remark
 from commands.common.printed import print_table
 from commands.common.progress import working
@@ -43,9 +33,9 @@ DEFAULT_KS = "1,2,3,4,6,8"
 
 
 def breakeven(
-    trace: TraceOption = DEFAULT_TRACE,
-    latency: LatencyOption = None,
-    source: DraftedOption = None,
+    trace: options.TraceOption = DEFAULT_TRACE,
+    latency: options.LatencyOption = None,
+    source: options.DraftedOption = None,
     acceptance: Annotated[
         str | None,
         typer.Option(metavar="A", help=f"Acceptance instead of the recording's: {FORMS}."),
@@ -60,10 +50,10 @@ def breakeven(
             "rejection_sample_method synthetic). Repeatable.",
         ),
     ] = None,
-    always_draft: AlwaysOption = None,
-    gpu: GpuOption = None,
-    weights: WeightsOption = None,
-    assume_batch_free: AssumeOption = False,
+    always_draft: options.AlwaysOption = None,
+    gpu: options.GpuOption = None,
+    weights: options.WeightsOption = None,
+    assume_batch_free: options.AssumeOption = False,
     batch: Annotated[
         str | None, typer.Option(metavar="B,...", help="Default: those measured.")
     ] = None,
@@ -76,8 +66,7 @@ def breakeven(
     passes: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="With --bench or --plan: drafter passes in every step that drafts.",
+            min=1, help="With --bench or --plan: drafter passes in every step that drafts."
         ),
     ] = None,
     plan: Annotated[
@@ -107,7 +96,7 @@ def breakeven(
     from simulator.tune.breakeven import grid, measured_surface, pays_to, vllm_tables
     from simulator.tune.formats import check_settings
 
-    lengths = batch_sizes("--k", k or DEFAULT_KS, MOST_LENGTH)
+    lengths = options.batch_sizes("--k", k or DEFAULT_KS, MOST_LENGTH)
     costs = {
         "--latency": latency, "--gpu": gpu, "--weights": weights, "--always-draft": always_draft,
         "--assume-batch-free": assume_batch_free or None,
@@ -117,14 +106,14 @@ def breakeven(
         if passes is not None:
             raise DraftsimError("--passes is of a server's runs: add --bench or --plan, or drop it")
         if acceptance is not None and latency is not None and not (source or gpu or weights):
-            refuse(drafter, "--acceptance and --latency need no recording")
+            options.refuse(drafter, "--acceptance and --latency need no recording")
     elif plan:
-        refuse(costs, "--plan chooses runs of a server, which has its own costs")
+        options.refuse(costs, "--plan chooses runs of a server, which has its own costs")
         if plot is not None:
             raise DraftsimError("--plan prints runs and draws nothing: drop --plot")
     else:
-        refuse(costs, "--bench tells the costs")
-        refuse(drafter, "--bench tells the acceptance")
+        options.refuse(costs, "--bench tells the costs")
+        options.refuse(drafter, "--bench tells the acceptance")
     server, model = (None, None) if bench is None else _server(bench, passes)
     if plan:
         given = (
@@ -244,8 +233,8 @@ def _axes(
     """Return the batch sizes and contexts asked for, or measured, or usual ones for a plan."""
     from simulator.tune.costs import default_contexts
 
-    batches = None if batch is None else batch_sizes("--batch", batch)
-    contexts = None if context is None else batch_sizes("--context", context, MOST_CONTEXT)
+    batches = None if batch is None else options.batch_sizes("--batch", batch)
+    contexts = None if context is None else options.batch_sizes("--context", context, MOST_CONTEXT)
     if table is not None:
         held = [0] if table.is_constant else default_contexts(table, max(lengths))
         # Engines are timed at contexts a few tokens apart: one of them says what the others do.

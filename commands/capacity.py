@@ -10,15 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from commands.common.options import (
-    BatchInputs,
-    ClusterOption,
-    EngineLimits,
-    JobsOption,
-    Policies,
-    ProcessOption,
-    chosen_executor,
-)
+from commands.common import options
 from commands.common.output import (
     JsonOption,
     OutOption,
@@ -46,9 +38,9 @@ def capacity(
             "(default 0.95).",
         ),
     ],
-    inputs: BatchInputs,
-    policies: Policies,
-    engine: EngineLimits,
+    inputs: options.BatchInputs,
+    policies: options.Policies,
+    engine: options.EngineLimits,
     rate: Annotated[float | None, typer.Option(help="Offered load, requests per second.")] = None,
     arrivals: Annotated[
         Path | None,
@@ -57,7 +49,7 @@ def capacity(
             help="Replay the arrivals of a file that `serve` reads, at its own rate or at --rate.",
         ),
     ] = None,
-    process: ProcessOption = None,
+    process: options.ProcessOption = None,
     price: Annotated[
         float | None, typer.Option(help="Price of a GPU, in dollars per hour.")
     ] = None,
@@ -71,8 +63,8 @@ def capacity(
     ] = None,
     replications: Annotated[int, typer.Option(help="Independent runs, for intervals.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts.")] = 0,
-    jobs: JobsOption = None,
-    cluster: ClusterOption = None,
+    jobs: options.JobsOption = None,
+    cluster: options.ClusterOption = None,
     out: OutOption = None,
     plots: Annotated[
         Path | None,
@@ -112,7 +104,7 @@ def capacity(
     for line in base.arrivals.remarks:
         remark(line)
     chosen = load_serving_policies(texts, recorded, table, largest=largest, say=remark)
-    executor = chosen_executor(jobs, cluster)
+    executor = options.chosen_executor(jobs, cluster)
     kept = None if out is None else out.with_name(out.name + ".jsonl")
     with only_writer(out) if out is not None else nullcontext():
         with working("simulating") as say:
@@ -208,9 +200,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     plain = next((r for r in rows if r["policy"] == "autoregressive"), None)
     if plain is not None:
         said += [f"  {_compared(row, plain)}" for row in rows if row is not plain]
-    said += [
-        f"{row['policy']}: {_why_none(row)}" for row in rows if row["replicas"] is None
-    ]  # fmt: skip
+    said += [f"{row['policy']}: {_why_none(row)}" for row in rows if row["replicas"] is None]
     said += [
         f"{row['policy']}: too few requests to judge ({row['too_short']}): raise --requests"
         for row in rows if row["too_short"]

@@ -19,9 +19,6 @@ from commands.common.output import JsonOption, OutOption, emit
 from commands.common.printed import print_entries
 from traces.errors import DraftsimError
 
-DEVICE_COLUMNS = ("name", "latencies", "measured", "composed", "bandwidth", "flops", "memory")
-"""Columns printed for a GPU.  Its source and other fields are only in --out and the JSON."""
-
 
 def list_all(
     policies: Annotated[
@@ -39,8 +36,7 @@ def list_all(
     devices: Annotated[
         bool,
         typer.Option(
-            "--devices",
-            help="Instead: GPUs, and what is measured, composed or a roofline on each.",
+            "--devices", help="Instead: GPUs, and what is measured, composed or a roofline on each."
         ),
     ] = False,
     weight_formats: Annotated[
@@ -72,7 +68,9 @@ def list_all(
     rows = lists[chosen[0]][1]() if chosen else recording_rows()
     entries = chosen and chosen[0] in ("policies", "rules", "sources")
     printed = partial(print_entries, map(_entry, rows)) if entries else None
-    show = DEVICE_COLUMNS if chosen == ["devices"] else None
+    show = None
+    if chosen == ["devices"]:  # the source and other fields are only in --out and the JSON
+        show = ["name", "latencies", "measured", "composed", "bandwidth", "flops", "memory"]
     emit("list", rows, json, show=show, out=out, printed=printed)
 
 
@@ -234,9 +232,7 @@ def _options(annotation: Any) -> str:
 
 
 def _entry(row: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
-    """Return the name of a policy, rule or source, and what is said of it, in parts that stay
-    whole.
-    """
+    """Return a row's name, and what is said of it, in parts that stay whole."""
     from policies.spec import as_text
 
     parameters = [
@@ -263,9 +259,7 @@ def signals(cls: type) -> tuple[str, ...]:
 
 
 def papers_of(cls: type) -> str:
-    """Return the arXiv numbers in a class's docstring, or its module's; else what the summary
-    names.
-    """
+    """Return the arXiv numbers in a class's or module's docstring, else the summary's source."""
     module = inspect.getmodule(cls)
     for text in (cls.__doc__, module.__doc__ if module else None):
         if (ids := _ids(text)) != "-":

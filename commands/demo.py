@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from simulator.whatif.ranking import Ranking
     from traces.acceptance.trace import Trace
 
-RECORDED = "bundled"
-"""The recording of the pair, made on another machine, that the first prediction is from."""
-PAGE = "report.html"
-
 
 class Size(NamedTuple):
     """The amount that a demo decodes and measures; every size makes the same checks."""
@@ -62,7 +58,14 @@ def demo(
 
     If an option has two defaults, the second is that of --full.
     """
-    say_recorded()
+    from commands.simulate.table import headline, print_ranked
+    from simulator.whatif.ranking import rank, ranked_rows
+    from traces.store.files import read_latency, read_trace
+
+    recording = load_recording("bundled", None)  # of the pair, made on another machine
+    trace, latency = recording.trace, recording.latency
+    rows = ranked_rows(rank(trace, latency, None, say=note), latency, trace)
+    note(f"Predicted for the recorded machine ({latency.meta['device']}): {headline(rows)}")
     size = FULL if full else QUICK
     size = size._replace(
         prompts=limit or size.prompts, tokens=max_new_tokens or size.tokens,
@@ -70,11 +73,8 @@ def demo(
     )  # fmt: skip
     _profiled(out, size)
 
-    from commands.simulate.table import print_ranked
-    from profiler.recording.run import only_writer
+    from profiler.recording.run import only_writer  # no torch is needed for the first answer
     from simulator.plots.recording import save_all
-    from simulator.whatif.ranking import rank, ranked_rows
-    from traces.store.files import read_latency, read_trace
 
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
     ranking = rank(trace, latency, None, say=note)
@@ -84,28 +84,17 @@ def demo(
         print_ranked(ranked, recording=str(out))
     note(f"now {size.prompts} prompts are decoded for real, under the policies below:")
     with only_writer(out):
-        rows = SpotCheck(Given(out, repeats=size.repeats, remeasure=True)).rows()
-    emit("demo", rows, json, show=columns_shown(rows))
-    say_verdict(rows)
-    drawn = save_all(
-        trace, latency, ranking.logs, out / "plots", rows,
+        checked = SpotCheck(Given(out, repeats=size.repeats, remeasure=True)).rows()
+    emit("demo", checked, json, show=columns_shown(checked))
+    say_verdict(checked)
+    paths, left_out = save_all(
+        trace, latency, ranking.logs, out / "plots", checked,
         title=f"{out.name}, {latency.meta['device']}",
     )  # fmt: skip
-    say_drawn(drawn.paths)
-    for line in drawn.left_out:
+    say_drawn(paths)
+    for line in left_out:
         note(line)
     note(f"wrote {_page(out, trace, ranking)}: a report of all this, for a browser")
-
-
-def say_recorded() -> None:
-    """Say which policy is fastest on the machine that the bundled recording is of."""
-    from commands.simulate.table import headline
-    from simulator.whatif.ranking import rank, ranked_rows
-
-    recording = load_recording(RECORDED, None)
-    trace, latency = recording.trace, recording.latency
-    rows = ranked_rows(rank(trace, latency, None, say=note), latency, trace)
-    note(f"Predicted for the recorded machine ({latency.meta['device']}): {headline(rows)}")
 
 
 def _profiled(out: Path, size: Size) -> None:
@@ -143,5 +132,6 @@ def _page(out: Path, trace: Trace, ranking: Ranking) -> Path:
         trace, read_latency(out / CHECKED), ranking.logs, notes=ranking.notes,
         measured=read_measured(out / "measured.parquet"),
     )  # fmt: skip
-    write_atomically(out / PAGE, render(data, f"draftsim demo: {out.name}").encode())
-    return out / PAGE
+    page = out / "report.html"
+    write_atomically(page, render(data, f"draftsim demo: {out.name}").encode())
+    return page

@@ -64,12 +64,10 @@ def import_file(
         ),
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Device that latencies were measured on."),
+        str | None, typer.Option(metavar="TEXT", help="Device that latencies were measured on.")
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Model of operators, if no folder names it."),
+        str | None, typer.Option(metavar="NAME", help="Model of operators, if no folder names it.")
     ] = None,
     json: JsonOption = None,
 ) -> None:
@@ -106,9 +104,7 @@ def import_file(
 
 
 def _recording(out: Path | None, made: str) -> Path:
-    """Return the file for what was made, which is a Parquet file whatever its name; not a
-    table's.
-    """
+    """Return the file for what was made: a Parquet file whatever its name, but not a table's."""
     if out is None:
         raise DraftsimError(f"{made}: name a file for it with --out")
     if out.suffix in TABLES and out.suffix != ".parquet":
@@ -176,9 +172,7 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
 
 
 def _lengths(totals: Totals) -> list[dict[str, Any]]:
-    """Return tokens a round by draft length with intervals; none where the counts tell of no
-    length.
-    """
+    """Return tokens a round by draft length with intervals; none if the counts tell none."""
     from simulator.aggregate.acceptance import emitted_rows
     from simulator.aggregate.positions import of_totals
 

@@ -20,7 +20,7 @@ class Listed(NamedTuple):
     """A command as it is listed, or a verb of one."""
 
     place: str
-    """``module:function``; empty if the command has verbs."""
+    """``module:function`` in `commands`; empty if the command has verbs."""
     says: str
     """Line of the ``--help`` that lists it, which fits a terminal."""
     group: str = "Commands"
@@ -39,7 +39,7 @@ class Listed(NamedTuple):
     def function(self) -> Callable[..., None]:
         """Return the function itself, whose docstring and options are the command's own help."""
         module, _, name = self.place.partition(":")
-        found: Callable[..., None] = getattr(import_module(module), name)
+        found: Callable[..., None] = getattr(import_module(f"commands.{module}"), name)
         return expanded(found)
 
 

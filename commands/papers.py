@@ -1,4 +1,4 @@
-"""``draftsim papers``: the four papers' tables compared with ours."""
+"""``draftsim papers`` and ``check``: published tables and formulas compared with ours."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.drafted import load_recording
-from commands.common.options import LatencyOption, TraceOption, refuse
+from commands.common.options import DraftedOption, LatencyOption, TraceOption, refuse
 from commands.common.output import WIDEST, JsonOption, OutOption, emit, note, wrapped
 from commands.common.printed import cell_text, drawn, print_table, printable, table_console
 from commands.common.progress import working
 from commands.common.written import Shown
 from traces.errors import DraftsimError
-from traces.store.recordings import PAPERS_TRACE, given_name
+from traces.store.recordings import DEFAULT_TRACE, PAPERS_TRACE, given_name
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from simulator.papers.measured.rows import Record
-    from simulator.papers.ours import Row, Sampled
+    from simulator.papers.ours import Row
     from traces.acceptance.sampling import Sampling
     from traces.acceptance.trace import Trace
-
-COLUMNS = 10
-"""Values of a recorded token that take as long to read as it takes to replay."""
+    from traces.sources.recording import Recordings
 
 
 def papers(
@@ -93,7 +93,6 @@ def papers(
     from simulator.papers.ours import Ours
     from simulator.published import CONTRADICTIONS
     from traces.sources.found import read_recordings
-    from traces.sources.recording import Recordings
     from traces.store.identity import check_folder
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
@@ -114,7 +113,8 @@ def papers(
 
     reading: list[Callable[[], Any]] = [beside, partial(sampled_runs, recorded, folder, sampled)]
     with working("reading recordings", alone=True) as say:
-        recordings, sampled_ones = results_of(reading, recorded.tokens * COLUMNS)
+        # Ten values of a recorded token take as long to read as it takes to replay.
+        recordings, sampled_ones = results_of(reading, recorded.tokens * 10)
         ours = Ours(
             recorded,
             recording.latency,
@@ -157,14 +157,15 @@ def _counted(rows: Sequence[Row]) -> str:
     return f"{said}; {len(errors)} from the papers' own numbers differ by {apart}."
 
 
-def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None) -> list[Sampled]:
-    """Return early exits of the pair of `trace` along sampled outputs, one of each sampling.
+def sampled_runs(
+    trace: Trace, folder: Path | None, named: Sequence[Path] | None
+) -> list[tuple[Trace, Recordings]]:
+    """Return sampled outputs of the pair of `trace` and their early exits, one of each sampling.
 
     Looked for in the trace's own `folder` and in the `named` run folders, or if None, in the
     folders next to its own.  Raises DraftsimError if a named one holds no sampled outputs, or those
     of another pair.
     """
-    from simulator.papers.ours import Sampled
     from traces.sources.early_exit import EarlyExit
     from traces.sources.found import find_recordings
     from traces.store.files import read_trace
@@ -181,7 +182,7 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
         beside = [f.parent for f in sorted(folder.parent.glob(f"*/{SAMPLED}"))]
         own = [folder] if (folder / SAMPLED).is_file() else []
         runs = [*own, *(beside if named is None else named)]
-    found: dict[Sampling, Sampled] = {}
+    found: dict[Sampling, tuple[Trace, Recordings]] = {}
     for run in dict.fromkeys(runs):
         asked = run == folder or named is not None
         try:
@@ -197,13 +198,12 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
             note(f"sampled outputs found with the trace are left out: {error}")
             continue
         if EarlyExit.name in recordings:
-            found.setdefault(sampled.sampling, Sampled(sampled, recordings))
+            found.setdefault(sampled.sampling, (sampled, recordings))
     return list(found.values())
 
 
 def command_of(trace: Trace, folder: Path | None) -> str:
-    """Return the `draftsim profile` that records the pair of a run folder on the same prompts
-    again.
+    """Return the `draftsim profile` that records a folder's pair on the same prompts again.
 
     Names that only the user knows are left in capitals.
     """
@@ -228,10 +228,7 @@ def print_evidence(
 ) -> None:
     """Print the record of every study, or with JSON every row; ``out`` gets every row too.
 
-    Raises
-    ------
-    DraftsimError
-        If no study's name contains `study`, or `logs` holds no logs.
+    Raises DraftsimError if no study's name contains `study`, or `logs` holds no logs.
     """
     from simulator.papers.measured import measured_rows
     from simulator.papers.measured.rows import by_study, notes_on
@@ -295,10 +292,6 @@ def _line(study: str, given: str, record: Record) -> Mapping[str, str]:
     }  # fmt: skip
 
 
-FOLDED = {"row": 38, "column": 28, "notes": 10}
-"""Characters that these columns may take before they are folded."""
-
-
 def print_papers(rows: Sequence[Row]) -> None:
     """Print one table for the rows of each published table and kind; numbers are never cut.
 
@@ -348,4 +341,58 @@ def _table(rows: Sequence[Row], numbers: dict[str, int]) -> Any:
         line = (label, row.column, cell_text("", row.published), ours, said)
         for column, text in zip(cells.values(), line, strict=True):
             column.append(printable(text))
-    return drawn(cells, {"paper", "ours"}, most=FOLDED)
+    return drawn(cells, {"paper", "ours"}, most={"row": 38, "column": 28, "notes": 10})
+
+
+def check(
+    trace: TraceOption = DEFAULT_TRACE,
+    latency: LatencyOption = None,
+    source: DraftedOption = None,
+    tokens: Annotated[
+        int, typer.Option(min=1000, help="Length of each synthetic output.")
+    ] = 20_000,
+    out: OutOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Check the analytic speedup formulas against simulation, and find where they break.
+
+    Rows that begin with "recorded" compare the i.i.d. formulas with a real recording. They show
+    the error of those formulas and never fail the command.
+    """
+    from simulator.check import run_checks
+
+    recording = load_recording(trace, latency, source)
+    table = recording.priced()
+    with working("simulating the closed forms"):
+        rows = run_checks(recording.trace, table, tokens=tokens)
+    recorded = rows["formula"].str.startswith("recorded")
+    failed = rows[~rows["ok"] & ~recorded]
+    worst = float(rows.loc[~recorded, "z"].abs().max())
+    count = int((~recorded).sum())
+    others = int(recorded.sum())
+    also = f"; {others} rows compare them with {recording.said}" if others else ""
+    note(
+        f"{count - len(failed)} of {count} closed forms agree with simulation (largest difference "
+        f"{worst:.1f} standard errors){also}"
+    )
+    shown = Shown(_worst(rows), "the largest difference of each formula from simulation")
+    emit(
+        "check", rows, json, out=out, tables=lambda: [shown],
+        printed=lambda: print_table(shown.rows, title=f"{shown.title}; --json has every setting"),
+    )  # fmt: skip
+    if len(failed):
+        note(f"these disagree with simulation: {', '.join(failed['formula'])}")
+        raise typer.Exit(1)
+
+
+def _worst(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a row per formula: the settings tried, and the largest difference from simulation."""
+    table = []
+    for formula, own in rows.groupby("formula", sort=False):
+        worst = own.iloc[int(own["z"].abs().argmax())]
+        table.append({
+            "formula": formula, "settings": len(own), "closed form": worst["closed_form"],
+            "simulated": worst["simulated"], "standard errors": worst["z"],
+            "agrees": bool(own["ok"].all()),
+        })  # fmt: skip
+    return table

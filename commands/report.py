@@ -8,17 +8,8 @@ from typing import Annotated
 
 import typer
 
+from commands.common import options
 from commands.common.drafted import load_recording, say_calibrate
-from commands.common.options import (
-    AlwaysOption,
-    DraftedOption,
-    GpuOption,
-    LatencyOption,
-    OnePassOption,
-    PolicyOption,
-    WeightsOption,
-    as_named,
-)
 from commands.common.output import note, placed_as, remark, say_remarks
 from commands.common.progress import working
 from traces.errors import DraftsimError
@@ -32,20 +23,20 @@ def report(
             "--run",
             metavar="RUN",
             envvar=TRACE_VARIABLE,
-            callback=as_named,
+            callback=options.as_named,
             help="Run folder of `draftsim profile`, or bundled recording.",
         ),
     ] = DEFAULT_TRACE,
     out: Annotated[
         Path, typer.Option(metavar="FILE", callback=placed_as(b"<"), help="The page to write.")
     ] = Path("report.html"),
-    latency: LatencyOption = None,
-    policy: PolicyOption = None,
-    source: DraftedOption = None,
-    always_draft: AlwaysOption = None,
-    one_pass: OnePassOption = False,
-    gpu: GpuOption = None,
-    weights: WeightsOption = None,
+    latency: options.LatencyOption = None,
+    policy: options.PolicyOption = None,
+    source: options.DraftedOption = None,
+    always_draft: options.AlwaysOption = None,
+    one_pass: options.OnePassOption = False,
+    gpu: options.GpuOption = None,
+    weights: options.WeightsOption = None,
     serve: Annotated[
         bool, typer.Option(help="Also serve batches in simulated time, where they were measured.")
     ] = True,

@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from commands.common.options import (
-    BatchInputs,
-    ClusterOption,
-    EngineLimits,
-    Policies,
-    ProcessOption,
-    batch_sizes,
-    chosen_executor,
-    positive_numbers,
-)
+from commands.common import options
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
@@ -46,10 +37,6 @@ if TYPE_CHECKING:
     from simulator.tune.gains import Leader, Span
     from traces.latency.table import LatencyTable
 
-MANY = 50_000
-"""With fewer requests the start of processes takes longer than it saves."""
-TOLD = 4
-"""Loads that the headline tells."""
 NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 """Latencies in words, by column."""
 MEAN = "(mean end-to-end latency)"
@@ -99,7 +86,7 @@ class Loads:
     scale: Annotated[
         str | None, typer.Option(metavar="S,...", help="Replay --arrivals faster by these factors.")
     ] = None
-    process: ProcessOption = None
+    process: options.ProcessOption = None
 
     @property
     def sizes(self) -> dict[str, int] | None:
@@ -129,17 +116,17 @@ class Loads:
 
         return over_loads(
             base, table, arrivals=self.arrivals, process=self.process,
-            concurrency=None if self.batch is None else batch_sizes("--batch", self.batch),
-            rate=None if self.rate is None else positive_numbers("--rate", self.rate),
-            scale=None if self.scale is None else positive_numbers("--scale", self.scale),
+            concurrency=None if self.batch is None else options.batch_sizes("--batch", self.batch),
+            rate=None if self.rate is None else options.positive_numbers("--rate", self.rate),
+            scale=None if self.scale is None else options.positive_numbers("--scale", self.scale),
         )  # fmt: skip
 
 
 def serve(
-    inputs: BatchInputs,
-    policies: Policies,
+    inputs: options.BatchInputs,
+    policies: options.Policies,
     loads: Loads,
-    engine: EngineLimits,
+    engine: options.EngineLimits,
     settings: Annotated[
         Path | None,
         typer.Option(
@@ -149,8 +136,7 @@ def serve(
         ),
     ] = None,
     mode: Annotated[
-        str,
-        typer.Option(help="continuous, static, static-minimum, static-mean, pearl or dsi."),
+        str, typer.Option(help="continuous, static, static-minimum, static-mean, pearl or dsi.")
     ] = "continuous",
     requests: Annotated[int, typer.Option(help="Requests in every run.")] = 1000,
     replications: Annotated[int, typer.Option(help="Independent runs, for intervals.")] = 1,
@@ -194,7 +180,7 @@ def serve(
         int | None,
         typer.Option(min=1, help="Processes here. Default: one; for many requests, one per core."),
     ] = None,
-    cluster: ClusterOption = None,
+    cluster: options.ClusterOption = None,
     plots: Annotated[
         Path | None,
         typer.Option(
@@ -292,9 +278,11 @@ def where(
     """Return where that many requests are simulated; None: in this process."""
     if timeline is not None and (cluster is not None or (jobs or 1) > 1):
         raise DraftsimError("--timeline needs all runs in one process: drop --jobs and --cluster")
-    if cluster is None and (jobs == 1 or timeline is not None or (not jobs and requests < MANY)):
+    # With fewer requests the start of processes takes longer than it saves.
+    few = not jobs and requests < 50_000
+    if cluster is None and (jobs == 1 or timeline is not None or few):
         return None
-    return chosen_executor(jobs, cluster)
+    return options.chosen_executor(jobs, cluster)
 
 
 def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> tuple[float, float]:
@@ -348,9 +336,7 @@ def write_as(
     rows: Sequence[Mapping[str, Any]], path: Path, meta: Mapping[str, Any], caption: str,
     complete: bool = True,
 ) -> None:  # fmt: skip
-    """Write the rows as the table that the suffix names; only Parquet says whether they are
-    complete.
-    """
+    """Write rows as the table that the suffix names; only Parquet says if they are complete."""
     from simulator.serving.outcome.results import flat, write_table
 
     if path.suffix == ".parquet":
@@ -371,9 +357,7 @@ def rows_file(out: Path | None) -> Path | None:
 def requests_bar(
     scenarios: Sequence[Scenario], policies: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Show a progress bar over every request of every run, on standard error: (advance,
-    progress).
-    """
+    """Show a progress bar over every request of every run, and yield (advance, progress)."""
     each = scenarios[0].count * scenarios[0].replications
     runs = len(scenarios) * len(policies)
     with progress_bar() as bar:
@@ -424,9 +408,9 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> 
     shown = [
         f"{_at(one, closed)} {told(one)}" if one.ratio > 1
         else f"{_at(one, closed)} no policy is faster" + (f", {told(one)}" if one.ratio else "")
-        for one in found[:TOLD]
+        for one in found[:4]
     ]  # fmt: skip
-    more = "" if len(found) <= TOLD else f"; {len(found) - TOLD} more loads below"
+    more = "" if len(found) <= 4 else f"; {len(found) - 4} more loads below"
     return f"{unit} over no speculation: {'; '.join(shown)}{more}."
 
 
@@ -444,7 +428,9 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     every run complete, no targets, one replication, as many requests finished everywhere.
     """
     batches = all(row["concurrency"] is not None for row in rows)
-    targets = any(_asked(row) for row in rows)
+    targets = any(
+        math.isfinite(row[key]) for row in rows for key in ("ttft_target_s", "tpot_target_s")
+    )
     changing = any(row["length_changes"] for row in rows)
     fleets = any(row["replicas"] > 1 for row in rows)
     several = any(row["replications"] > 1 for row in rows)
@@ -473,10 +459,6 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
             **{k: row[k] for k in counted}, **{k: row[k] for k in told},
         })  # fmt: skip
     return table
-
-
-def _asked(row: Row) -> bool:
-    return any(math.isfinite(row[k]) for k in ("ttft_target_s", "tpot_target_s"))
 
 
 def print_measured(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -536,10 +518,10 @@ def guesses(rows: Sequence[Row]) -> list[str]:
     outside = [e for e in entries if e["origin"] == "extrapolated"]
     said = [
         f"  {e['passes']:,} {e['model']} {e['phase'].replace('_', ' ')} passes: "
-        f"batch {_span(e['batch'])}, {_each(e['new_tokens'])}, "
+        f"batch {_span(e['batch'])}, {many} token{'s' * (many != '1')} each, "
         f"context {_span(e['context'])}"
-        for e in outside
-    ]
+        for e in outside for many in [_span(e["new_tokens"])]
+    ]  # fmt: skip
     if outside:
         said.insert(0, "outside the measured sizes, priced by a fitted roofline:")
         said.append(f"  {MEASURE_MORE}")
@@ -555,11 +537,6 @@ def guesses(rows: Sequence[Row]) -> list[str]:
             "(--json lists them under coverage)"
         )
     return said
-
-
-def _each(ends: Sequence[float]) -> str:
-    many = _span(ends)
-    return f"{many} token{'s' * (many != '1')} each"
 
 
 def _span(ends: Sequence[float]) -> str:

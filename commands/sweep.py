@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from commands.common import options
 from commands.common.configured import MOST_BATCH, MOST_CONTEXT, MOST_LENGTH
-from commands.common.drafted import (
-    gpu_names,
-    say_calibrate,
-    say_scaling,
-    weight_formats,
-)
-from commands.common.options import (
-    CarriedInputs,
-    ClusterOption,
-    JobsOption,
-    chosen_executor,
-    refuse,
-)
+from commands.common.drafted import gpu_names, say_calibrate, say_scaling, weight_formats
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
@@ -43,7 +31,6 @@ from traces.errors import DraftsimError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from simulator.executors import Executor
     from simulator.recording import Recording
     from simulator.whatif.cells import Prices
     from simulator.whatif.sweep import Sweep
@@ -61,16 +48,8 @@ RUNGS = (
 AXIS = "a:b:N, a:b:Nlog, a..b or a,b,c"
 
 
-class Tilting(StrEnum):
-    """The way to get an acceptance rate other than the recorded one."""
-
-    COUPLED = "coupled"
-    REDRAW = "redraw"
-    IID = "iid"
-
-
 @dataclass(frozen=True)
-class SweepInputs(CarriedInputs):
+class SweepInputs(options.CarriedInputs):
     """The inputs of a sweep, which takes several tables."""
 
     latency: Annotated[
@@ -114,15 +93,15 @@ def sweep(
     ] = None,
     batch: Annotated[str, typer.Option(metavar="AXIS", help="Requests decoded together.")] = "1",
     context: Annotated[
-        str | None,
-        typer.Option(metavar="AXIS", help="Prompt tokens. Default: as recorded."),
+        str | None, typer.Option(metavar="AXIS", help="Prompt tokens. Default: as recorded.")
     ] = None,
     verify_ratio: Annotated[
         float, typer.Option(help="With --c: cost of a verification, in target passes.")
     ] = 1.0,
     tilt: Annotated[
-        Tilting, typer.Option(help="How to change --alpha; iid draws every token independently.")
-    ] = Tilting.COUPLED,
+        Literal["coupled", "redraw", "iid"],
+        typer.Option(help="How to change --alpha; iid draws every token independently."),
+    ] = "coupled",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -133,8 +112,8 @@ def sweep(
             "continues.",
         ),
     ] = None,
-    jobs: JobsOption = None,
-    cluster: ClusterOption = None,
+    jobs: options.JobsOption = None,
+    cluster: options.ClusterOption = None,
     resamples: Annotated[
         int, typer.Option(min=0, help="Bootstrap resamples over prompts; above batch 1 at most 30.")
     ] = 200,
@@ -192,12 +171,12 @@ def sweep(
             "--c": c, "--alpha": alpha, "--gamma": gamma, "--context": context,
             "--batch": None if batch == "1" else batch, "--cluster": cluster,
             "--verify-ratio": None if verify_ratio == 1 else verify_ratio,
-            "--tilt": None if tilt is Tilting.COUPLED else tilt,
+            "--tilt": None if tilt == "coupled" else tilt,
             "--plots": plots if tune else None,
         }  # fmt: skip
         mode = "--ladder" if ladder else "--tune"
-        refuse(axes, f"{mode} sweeps nothing")
-        refuse(carried, f"{mode} works on the measured device alone")
+        options.refuse(axes, f"{mode} sweeps nothing")
+        options.refuse(carried, f"{mode} works on the measured device alone")
         if ladder and tune:
             raise DraftsimError("--ladder works on the policies as they are: drop --tune")
         if len(tables) != 1:
@@ -209,9 +188,10 @@ def sweep(
             _searched(recording, table, policy, resamples, seed, jobs, json, out)
         return
     if not ratios:
-        refuse({"--verify-ratio": None if verify_ratio == 1 else verify_ratio}, "no --c is given")
+        given = None if verify_ratio == 1 else verify_ratio
+        options.refuse({"--verify-ratio": given}, "no --c is given")
     if alpha is None:
-        refuse({"--tilt": None if tilt is Tilting.COUPLED else tilt}, "no --alpha is given")
+        options.refuse({"--tilt": None if tilt == "coupled" else tilt}, "no --alpha is given")
     lengths = [int(g) for g in parse_axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
     contexts = [
         int(k) for k in parse_axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)
@@ -226,7 +206,7 @@ def sweep(
         prices,
         parse_axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
-        method=tilt.value, resamples=resamples, seed=seed,
+        method=tilt, resamples=resamples, seed=seed,
     )  # fmt: skip
     title = titled(recording, prices)
     say_tilt(study)
@@ -235,7 +215,12 @@ def sweep(
     wanted = out
     if out is not None and out.suffix in TABLES:
         out = out.with_suffix(".parquet")  # what an interrupted sweep goes on from
-    frame = _run(study, chosen_executor(jobs, cluster), out)
+    with progress_bar() as bar:
+        task = bar.add_task(f"sweeping {study.rows} points", total=len(study.parts))
+        frame = study.run(
+            options.chosen_executor(jobs, cluster), out=out,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
     fit, large = fitting(frame, prices, recorded)
     rows, ends = overview(fit), thresholds(fit)
     if wanted is not None and wanted != out:
@@ -300,15 +285,6 @@ def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
     """
     gpus = dict.fromkeys(at.gpu for at in prices.tables if at.scaled and gpu in (None, at.gpu))
     return recording.said + (f", scaled to {' and '.join(gpus)}" if gpus else "")
-
-
-def _run(study: Sweep, executor: Executor, out: Path | None) -> Any:
-    with progress_bar() as bar:
-        task = bar.add_task(f"sweeping {study.rows} points", total=len(study.parts))
-        return study.run(
-            executor, out=out,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )  # fmt: skip
 
 
 def _searched(
@@ -437,19 +413,9 @@ def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
         return
     shown = some_points(rows)
     axes = [n for n in VARYING if rows[n].nunique(dropna=False) > 1]
-    columns = [
-        "along",
-        "policy",
-        *axes,
-        "side",
-        "says",
-        "share_below_1",
-        "adapting",
-        "adapting_most",
-    ]
-    print_table(
-        shown.to_dict("records"), columns, "Where speedup is 1, with its interval over prompts"
-    )
+    columns = ["along", "policy", *axes, "side", "says", "share_below_1", "adapting"]
+    title = "Where speedup is 1, with its interval over prompts"
+    print_table(shown.to_dict("records"), [*columns, "adapting_most"], title)
     if len(shown) < len(rows):
         where = "" if out is None else f" and in {out.stem}.breakeven.parquet"
         note(f"{len(shown)} of {len(rows)} break-even points shown; all with --json{where}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -40,15 +39,7 @@ CHECKED = (
 """Columns that --check adds to a row."""
 
 
-class TunedEngine(StrEnum):
-    """Engines whose settings can be written."""
-
-    VLLM = "vllm"
-    SGLANG = "sglang"
-    HF = "hf"
-    LLAMACPP = "llamacpp"
-    TENSORRT_LLM = "tensorrt-llm"
-    DYNAMO = "dynamo"
+TunedEngine = Literal["vllm", "sglang", "hf", "llamacpp", "tensorrt-llm", "dynamo"]
 
 
 def tune(
@@ -115,8 +106,7 @@ def tune(
         typer.Option(min=1, show_default="40", help="With --try: requests in every load."),
     ] = None,
     repeats: Annotated[
-        int | None,
-        typer.Option(min=1, show_default="1", help="With --try: runs of every policy."),
+        int | None, typer.Option(min=1, show_default="1", help="With --try: runs of every policy.")
     ] = None,
     resamples: Annotated[
         int | None,
@@ -137,23 +127,17 @@ def tune(
     """
     from simulator.hardware.scaling import bounds_of
     from simulator.targets import parse_targets
+    from simulator.tune import launch
     from simulator.tune.costs import DEFAULT_LENGTHS
-    from simulator.tune.launch import (
-        FILE,
-        WITHOUT_MODEL,
-        check_drafter,
-        launch_line,
-        named_models,
-    )
     from simulator.tune.search import ONE_REQUEST, Search
     from simulator.tune.settings import laid_out, write_settings
 
     targets = None if slo is None else parse_targets(slo)
     recording = inputs.load(chooses="tune")
-    check_drafter(engine.value, recording)
+    launch.check_drafter(engine, recording)
     recorded = recording.trace
     search = Search(
-        engine.value, None if batch is None else batch_sizes("--batch", batch), by_context,
+        engine, None if batch is None else batch_sizes("--batch", batch), by_context,
         None if context is None else batch_sizes("--context", context, MOST_CONTEXT), by_length,
     )  # fmt: skip
     recording = graphs.captured(recording, search.largest(recording.latency))
@@ -163,9 +147,9 @@ def tune(
     if given := [name for name, value in of_trial.items() if value is not None and not try_out]:
         raise DraftsimError(f"{given[0]} needs --try: add it, or drop {given[0]}")
     if try_out:
-        if engine is not TunedEngine.VLLM:
-            raise DraftsimError(f"--try runs vllm alone: drop it for {engine.value}")
-        from commands.engine.apart import check_trial
+        if engine != "vllm":
+            raise DraftsimError(f"--try runs vllm alone: drop it for {engine}")
+        from commands.engine.check import check_trial
 
         longest = check_trial(table)
     common: dict[str, Any] = {"slo": targets, "seed": seed}
@@ -175,12 +159,12 @@ def tune(
         common["lengths"] = [k for k in DEFAULT_LENGTHS if k <= longest]
 
     def searched(latency: LatencyTable) -> Tuned:
-        with working("searching settings", engine.value not in ONE_REQUEST) as say:
+        with working("searching settings", engine not in ONE_REQUEST) as say:
             return search.run(recorded, latency, progress=say, **common)
 
     tuned = searched(table)
-    target, drafter = named_models(recording, table)
-    if engine is TunedEngine.VLLM and tuned.document is not None:
+    target, drafter = launch.named_models(recording, table)
+    if engine == "vllm" and tuned.document is not None:
         tuned = replace(tuned, document={**drafter.config(), **tuned.document})
     rows = [dict(row) for row in tuned.rows]
     for name, other in zip(("dear", "cheap"), bounds_of(table) or (), strict=False):
@@ -195,8 +179,8 @@ def tune(
         write_settings(tuned, out)
         remark(f"wrote {out}")
     captured = _captured(engine, tuned, table)
-    line = launch_line(
-        engine.value, tuned.document, target=target, file=str(out or FILE), drafter=drafter,
+    line = launch.launch_line(
+        engine, tuned.document, target=target, file=str(out or launch.FILE), drafter=drafter,
         captured=captured,
     )  # fmt: skip
     more: dict[str, Any] = {
@@ -206,21 +190,20 @@ def tune(
         more["cudagraph_capture_sizes"] = captured
     tried = []
     if try_out:
-        from commands.engine.apart import try_settings
+        from commands.engine.check import try_settings
 
         tried = more["tried"] = try_settings(
             table, recorded, tuned, requests or 40, repeats or 1, seed, defaults
         )  # fmt: skip
     # Standard output holds one thing: the JSON asked for, else the setting that no file takes.
     setting_out = out is None and json != "-"
-    note(f"{recording.said}, {engine.value}: {_headline(rows)}")
+    note(f"{recording.said}, {engine}: {_headline(rows)}")
     emit(
         "tune", rows, json, more=more,
         printed=lambda: print_table(rows, _columns(rows, search.has_contexts), stderr=setting_out),
     )  # fmt: skip
     if tried:
-        from commands.engine.apart import SHOWN as WITH_DEFAULTS
-        from commands.engine.apart import TRIED, say_tried
+        from commands.engine.check import TRIED, WITH_DEFAULTS, say_tried
 
         if json is None:
             words = "Tried in vLLM; gains are over no speculation"
@@ -228,8 +211,8 @@ def tune(
         say_tried(tried, tuned, table)
     for warning in tuned.warnings:
         note(f"warning: {warning}")
-    setting = tuned.document if engine is TunedEngine.VLLM else None
-    if setting and "model" not in setting and setting.get("method") not in WITHOUT_MODEL:
+    setting = tuned.document if engine == "vllm" else None
+    if setting and "model" not in setting and setting.get("method") not in launch.WITHOUT_MODEL:
         note(
             'the recording does not name the drafter: add "model" to the setting before pasting it'
         )
@@ -239,7 +222,7 @@ def tune(
         note(f"launch: {line}", whole=True)
 
 
-def _captured(engine: TunedEngine, tuned: Tuned, table: LatencyTable) -> list[int]:
+def _captured(engine: str, tuned: Tuned, table: LatencyTable) -> list[int]:
     """Return sizes for vLLM to capture CUDA graphs for, with a remark.
 
     None where the latencies do not say the graphs of their engine.
@@ -248,7 +231,7 @@ def _captured(engine: TunedEngine, tuned: Tuned, table: LatencyTable) -> list[in
     from traces.latency.graphs import CUDAGraphs
     from traces.store.operators import in_graphs
 
-    graphs = proposed_graphs(tuned.document) if engine is TunedEngine.VLLM else None
+    graphs = proposed_graphs(tuned.document) if engine == "vllm" else None
     now = table.meta.get("captured")
     if graphs is None or not now:
         return []
@@ -278,7 +261,7 @@ def _columns(rows: list[dict[str, Any]], by_context: bool) -> list[str]:
         left_out |= {"served_tok_s", "decode_gain"}  # which is the gain
     if first["decode_tok_s"] is None:
         left_out |= {"decode_tok_s", "decode_gain"}
-    if first["engine"] == TunedEngine.VLLM.value:
+    if first["engine"] == "vllm":
         left_out |= {"default", "default_gain"}  # no speculation, hence the gain
     shown = [name for name in SHOWN if name not in left_out]
     if any(row["within_slo"] < 1 for row in rows):
@@ -299,7 +282,7 @@ def _headline(rows: list[dict[str, Any]]) -> str:
     for row in rows:  # of several contexts, all settings at a batch
         at = here.setdefault(row["batch"], {**row, "settings": {}})
         at["settings"].setdefault(row["setting"], []).append(f"{row.get('context') or 0:,}")
-    steps = "steps " if rows[0]["engine"] == TunedEngine.SGLANG.value else ""
+    steps = "steps " if rows[0]["engine"] == "sglang" else ""
     on = [
         f"{steps}{_by_context(row['settings'])} at batch {batch}"
         + _gained(row)

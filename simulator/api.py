@@ -62,7 +62,7 @@ class Prediction:
 
     def plot(self) -> Figure:
         """Return a bar for each policy's speedup, with its interval."""
-        from simulator.plots import plot_speedup
+        from simulator.plots.recording import plot_speedup
 
         return plot_speedup(self.table)
 

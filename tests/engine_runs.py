@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from commands.engine.apart import tried
-from commands.engine.check import arms, compare_loads
+from commands.engine.check import compare_loads, runnable, tried
 from commands.engine.options import named_loads
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
@@ -142,14 +141,14 @@ def main(folder: Path) -> dict[str, Any]:
     latency = measured.run()
     write_latency(latency, folder / "latency.parquet")
     measured.close()
-    chosen = arms(["gammatune", *BY_BATCH], TRACE, LONGEST)
+    chosen = runnable(["gammatune", *BY_BATCH], TRACE, LONGEST)
     arrivals = folder / "arrivals.csv"
     sent = [f"{0.02 * i},100,100" for i in range(6)]
     arrivals.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *sent]) + "\n")
     loads = named_loads("closed:1,3,4", "50", arrivals)
     looked = compare_loads(
         engine, latency, Workload(
-            SEARCHED, arms(LOOKING, SEARCHED, LONGEST), named_loads("closed:1,3", None, None),
+            SEARCHED, runnable(LOOKING, SEARCHED, LONGEST), named_loads("closed:1,3", None, None),
             len(SEARCHED.requests),
         ),
     )  # fmt: skip
@@ -195,7 +194,7 @@ def own(folder: Path) -> dict[str, Any]:
         compare_loads(
             engine,
             latency,
-            Workload(t, arms(chosen[1:3], t, LONGEST), loads, len(t.requests)),
+            Workload(t, runnable(chosen[1:3], t, LONGEST), loads, len(t.requests)),
             beside,
         )
         for t, beside in ((BY_START, None), (TRACE, between))

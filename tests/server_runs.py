@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from commands.engine.check import arms
+from commands.engine.check import runnable
 from commands.engine.options import named_loads
 from commands.validate.engine import compare_served
 from profiler.engines import vllm
@@ -66,7 +66,7 @@ def main(folder: Path) -> list[dict[str, Any]]:
     more = {**MODEL["more"], "distributed_executor_backend": ALONE}
     settings = {**MODEL, "more": more}
     options = EngineOptions(str(model), longest=LONGEST, max_batch=BATCH, **settings)
-    chosen = arms(POLICIES, TRACE, LONGEST)
+    chosen = runnable(POLICIES, TRACE, LONGEST)
     loads = named_loads("closed:1,3", "20")
     work = Workload(TRACE, chosen, loads, len(TRACE.requests))
     return compare_served(vllm, options, made_up(model), work, folder)

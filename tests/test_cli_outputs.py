@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 from rich.table import Table
 
-from commands import app, breakeven, curve, sweep, tune
+from commands import acceptance, app, breakeven, sweep, tune
 from commands.common import output
 from commands.common.columns import COLUMNS
 from commands.common.output import OutOption
 from commands.common.printed import OFF_TERMINAL, SPAN, heading
 from commands.common.written import TABLES
-from commands.engine import apart
+from commands.engine import check
 from commands.lazy import leaves
 from commands.validate import engine, recorded
 from policies.registry import POLICIES
@@ -345,10 +345,10 @@ def test_tables_name_what_they_are_of(command: str, run: Run) -> None:
 
 def test_columns_of_commands_that_need_an_engine_are_in_the_glossary() -> None:
     named = {
-        *breakeven.SHOWN, *curve.SHOWN, *tune.SHOWN, *tune.CARRIED, *tune.CHECKED, *engine.SHOWN,
-        *engine.SHOWN_HTTP, *apart.TRIED, *apart.SHOWN, *recorded.SHOWN, *sweep.SHOWN, *sweep.RUNGS,
-        *sweep.SEARCHED, *VALIDATE_COLUMNS, *recorded.BOUNDS, "the file's requests", "mean",
-        *COMPARED,
+        *breakeven.SHOWN, *acceptance.CURVES, *tune.SHOWN, *tune.CARRIED, *tune.CHECKED,
+        *engine.SHOWN, *engine.SHOWN_HTTP, *check.TRIED, *check.WITH_DEFAULTS, *recorded.SHOWN,
+        *sweep.SHOWN, *sweep.RUNGS, *sweep.SEARCHED, *VALIDATE_COLUMNS, *recorded.BOUNDS,
+        "the file's requests", "mean", *COMPARED,
     }  # fmt: skip
     bounds = {n for n in named if n.removesuffix("_lo").removesuffix("_hi") in named - {n}}
     assert {n for n in named - bounds - {"left_out"} if meaning(n) is None} == set()

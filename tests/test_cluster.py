@@ -206,4 +206,4 @@ def test_fleets_and_plans_give_the_same_rows_and_outlive_a_worker(
 def test_no_scheduler_is_one_clear_error() -> None:
     pytest.importorskip("distributed")
     with pytest.raises(DraftsimError, match="no Dask scheduler answers at tcp"):
-        list(Cluster("tcp://127.0.0.1:1", timeout_s=0.5).run(study().bench, study().parts))
+        list(Cluster("tcp://127.0.0.1:1", timeout_s=0.5).run(study().runner, study().parts))

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from commands.engine.apart import chances, say_defaults
-from commands.engine.check import engine_options
+from commands.engine.check import chances, engine_options, say_defaults
 from commands.engine.profile import default_speeds, plain_load, profile_engine, with_default_speeds
 from commands.validate.engine import say_slower
 from policies.lengths.basic import Autoregressive

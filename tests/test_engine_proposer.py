@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from commands.engine.check import arms
+from commands.engine.check import runnable
 from policies import DraftPolicy, Load, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.lengths.rate_optimal import RateOptimal
@@ -211,7 +211,7 @@ def test_a_policy_without_a_bound_is_cut_and_said_before_the_run(
 ) -> None:
     """Else the replay's drafts are longer than the engine's, which cuts what it is handed."""
     text = f"{place}Unbounded"
-    own = arms([text, f"{place}StopWhenUnsure"], TRACE, LONGEST)[text]
+    own = runnable([text, f"{place}StopWhenUnsure"], TRACE, LONGEST)[text]
     said = capsys.readouterr().err
     assert f"{text} sets no longest draft: it is cut at length 8, the engine's longest" in said
     assert "StopWhenUnsure sets" not in said
@@ -229,26 +229,26 @@ def test_a_policy_without_a_bound_is_cut_and_said_before_the_run(
     assert "cut at length 6, the engine's longest" in capsys.readouterr().err
     # What is read back of a recording has no longer drafts than that.
     short = synthetic_trace(0.7, requests=3, tokens=20, concentration=5.0, max_gamma=5, seed=3)
-    assert lookahead_of(arms([text], short, LONGEST)[text], short) == 5
+    assert lookahead_of(runnable([text], short, LONGEST)[text], short) == 5
     assert "cut at length 5, the recording's longest" in capsys.readouterr().err
 
 
 def test_the_rate_optimal_rule_is_fitted_before_it_runs() -> None:
     latency = LatencyTable.constant(0.01, 0.001, 0.012)
-    fitted = arms(["rate-optimal"], TRACE, LONGEST, latency)["rate-optimal"]
+    fitted = runnable(["rate-optimal"], TRACE, LONGEST, latency)["rate-optimal"]
     assert isinstance(fitted, RateOptimal)
     proposer, _ = drafted(fitted)
     log = replay(TRACE, fitted)
     assert int(log.rounds["drafted"].max()) > 1
     for request in TEXTS:
         assert [tuple(r) for r in proposer.finished[f"{request}/0"].rounds] == rounds(log, request)
-    short = arms(["rate-optimal:gamma_max=2"], TRACE, LONGEST, latency)
+    short = runnable(["rate-optimal:gamma_max=2"], TRACE, LONGEST, latency)
     assert lookahead_of(short["rate-optimal:gamma_max=2"], TRACE) == 2
     assert short["rate-optimal:gamma_max=2"].cost is not None
     with pytest.raises(DraftsimError, match=r"rate-optimal is fitted .* drop --http"):
-        arms(["rate-optimal"], TRACE, LONGEST)
+        runnable(["rate-optimal"], TRACE, LONGEST)
     with pytest.raises(DraftsimError, match="only gamma_max can be set"):
-        arms(["rate-optimal:rate=2"], TRACE, LONGEST, latency)
+        runnable(["rate-optimal:rate=2"], TRACE, LONGEST, latency)
 
 
 @pytest.mark.parametrize(

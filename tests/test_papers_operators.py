@@ -12,7 +12,6 @@ import pytest
 
 from simulator.hardware.scaling import bounds_of
 from simulator.papers.measured.engines import (
-    OVER_TIME,
     SERVER,
     SERVER_LOG,
     read_over_time,
@@ -110,7 +109,7 @@ def test_a_70b_whose_layers_lie_on_four_gpus(shared_data: Path) -> None:
 
 
 def test_samples_over_time_are_means_of_windows(tmp_path: Path) -> None:
-    path = tmp_path / OVER_TIME
+    path = tmp_path / "timeseries.csv"
     lines = [f"{t}.0,{t},{2 * t},5" for t in range(1, 14)]
     path.write_text("\n".join(["t,running,waiting,kv_cache_pct", *lines]))
     found = read_over_time(path)

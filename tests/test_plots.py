@@ -22,17 +22,17 @@ from simulator import (
     speedup_by_gamma,
     summarize,
 )
-from simulator.plots import (
+from simulator.plots import save
+from simulator.plots import serving as plots
+from simulator.plots.look import SHADES, draw_map, log_ticks, series, shading
+from simulator.plots.recording import (
     plot_categories,
     plot_cost_ratio,
     plot_robustness,
     plot_speedup,
     plot_survival,
     plot_validation,
-    save,
 )
-from simulator.plots import serving as plots
-from simulator.plots.look import SHADES, draw_map, log_ticks, series, shading
 from simulator.plots.whatif import MOST_LINES, figures, plot_batches, plot_break_even, plot_maps
 from simulator.ratios import own_ratios
 from simulator.serving import Limits, Poisson, Scenario, over_batches, over_rates, serve, sweep

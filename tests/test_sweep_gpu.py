@@ -238,12 +238,12 @@ def test_bounds_are_the_records_factors_and_leave_a_step_alone() -> None:
     how, bounds = reach_of(table), bounds_of(table)
     assert how is not None
     assert bounds is not None
-    assert (how.draft, how.verify) == reaches("graph", False)
+    assert how == reaches("graph", False)
     assert min(how) > 1
     assert "80% of the time" in interval_words(table)
     quantised = carry_over(measured(), DEVICES["h100"], weights={"target": FORMATS["awq-int4"]})
     assert reach_of(quantised) == reaches("graph", True)
-    for one, (draft, verify) in zip(bounds, (how, (1 / how.draft, 1 / how.verify)), strict=True):
+    for one, (draft, verify) in zip(bounds, (how, (1 / how[0], 1 / how[1])), strict=True):
         assert one.seconds("draft", "forward", context=16) == pytest.approx(
             draft * table.seconds("draft", "forward", context=16)
         )

@@ -268,7 +268,7 @@ def test_error_of_the_tilt_comes_with_every_row() -> None:
     sweep = study(measure_tilt=True)
     assert sweep.error is not None
     frame = sweep.run(Local(1))
-    own = sweep.bench.trace.columns["match"][sweep.bench.trace.on_path].mean()
+    own = sweep.runner.trace.columns["match"][sweep.runner.trace.on_path].mean()
     for row in frame.itertuples():
         error = sweep.error.of(False).at(float(row.alpha), float(own))
         assert row.tilt_error == pytest.approx(error)

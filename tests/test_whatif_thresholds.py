@@ -61,7 +61,7 @@ def test_the_interval_is_the_bootstrap_of_the_break_even() -> None:
     sweep = Sweep(recorded(), {"fixed:gamma=3": Fixed(3)}, Prices(fine), resamples=300)
     row = thresholds(sweep.run(Local(1))).iloc[0]
     log = replay(recorded(), Fixed(3))
-    weights = sweep.bench._weights
+    weights = sweep.runner._weights
     assert weights is not None
     saved = weights @ (log.per_request(log.rounds["emitted"]) - log.per_request(np.ones(len(log))))
     drawn = saved / (weights @ log.per_request(log.rounds["draft_forwards"]))

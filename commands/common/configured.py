@@ -192,10 +192,8 @@ def _text(value: Any) -> str:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the names and values of a YAML, TOML or JSON file.
 
-    Raises
-    ------
-    FileError
-        If it cannot be read, is of another kind, or holds anything but names and values.
+    Raises FileError if it cannot be read, is of another kind, or holds anything but names and
+    values.
     """
     from policies.json_text import parse_json
     from traces.errors import FileError

@@ -105,12 +105,8 @@ def load_positions(
 
     ``k`` is the draft length that recordings are replayed at: by default their longest, up to
     `LONGEST`, or the longest draft that an imported log shows.  ``source`` is as in ``--source``,
-    ``drafts`` the draft length of counts that do not say theirs.
-
-    Raises
-    ------
-    DraftsimError
-        As in `read_acceptance`, or if a recording does not have the drafts.
+    ``drafts`` the draft length of counts that do not say theirs.  Raises as `read_acceptance`, or
+    DraftsimError if a recording does not have the drafts.
     """
     from simulator.aggregate.observed import is_told, read_acceptance
     from simulator.aggregate.positions import of_trace
@@ -193,9 +189,7 @@ def carried(
 
 
 def _by_pair(table: LatencyTable) -> dict[str, LatencyTable]:
-    """Return the tables of every pair with a draft and mode in a table of the suite; else
-    itself.
-    """
+    """Return the tables of each pair and mode of a suite's table; else the table itself."""
     models = {str(m) for m in table.cells["model"]}
     drafts = [tuple(m.split("/")) for m in models if m.endswith("/draft") and m.count("/") == 2]
     if not drafts:
@@ -209,7 +203,7 @@ def gpu_names(text: str | None) -> tuple[str, ...]:
     """Return the names of ``--gpu``; DraftsimError for one without a data-sheet entry."""
     from traces.operators.devices import find_device
 
-    names = [part.strip() for part in (text or "").split(",")] if text is not None else []
+    names = [] if text is None else [part.strip() for part in text.split(",")]
     return tuple(dict.fromkeys(find_device(name).name for name in names))
 
 
@@ -223,7 +217,7 @@ def weight_formats(text: str | None) -> dict[str, WeightFormat]:
         return dict.fromkeys(("target", "draft"), find_format(text))
     found = {}
     for part in text.split(","):
-        role, _, name = (piece.strip() for piece in part.partition("="))
+        role, _, name = (word.strip() for word in part.partition("="))
         if role not in ("target", "draft") or role in found:
             raise DraftsimError(f"--weights {text}: expected FORMAT or target=FORMAT,draft=FORMAT")
         found[role] = find_format(name)

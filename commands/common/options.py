@@ -378,9 +378,7 @@ def batch_sizes(option: str, text: str, most: int = MOST_BATCH) -> list[int]:
 
 
 def positive_numbers(option: str, text: str, kind: type[int] | type[float] = float) -> list[float]:
-    """Return the positive numbers of `text`, commas between; DraftsimError naming `option` if not
-    so.
-    """
+    """Return the positive numbers in `text`, commas between; else DraftsimError names `option`."""
     try:
         values = [kind(part) for part in text.split(",")]
     except ValueError:

@@ -137,8 +137,6 @@ def emit(
 
 WIDEST = 100
 """Columns of a remark at most, and where there is no terminal."""
-HANGING = "  "
-"""Blanks before the further lines of a remark."""
 
 
 def note(text: str, whole: bool = False) -> None:
@@ -194,7 +192,7 @@ def wrapped(text: str, width: int) -> str:
     # No printable text holds the mark that keeps words together.
     marked = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), text.strip())
     lines = textwrap.wrap(
-        marked, width, initial_indent=begin, subsequent_indent=begin + HANGING,
+        marked, width, initial_indent=begin, subsequent_indent=f"{begin}  ",
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
     return "\n".join(lines).replace("\0", " ")
@@ -219,18 +217,15 @@ def said_free(unpriced: Iterable[str]) -> list[str]:
     No line if it holds everything.
     """
     names = sorted(set(unpriced))
-    apart = {name: way for name, way in ERRS.items() if name in names}
+    ways = {
+        "host_round": "speedups are too low, or too high if the host starts draft passes slowly",
+        "target prefill": "tokens/s are too high, and speedups too far from 1 for long prompts",
+    }
+    apart = {name: way for name, way in ways.items() if name in names}
     drafting = [name for name in names if name not in apart]
     said = [f"{', '.join(drafting)} (speedups are too high)"] if drafting else []
     said += [f"{name} ({way})" for name, way in apart.items()]
     return [f"not in the latency table, counted as 0 s: {'; '.join(said)}"] if said else []
-
-
-ERRS = {
-    "host_round": "speedups are too low, or too high if the host starts draft passes slowly",
-    "target prefill": "tokens/s are too high, and speedups too far from 1 for long prompts",
-}
-"""How results err if a part that plain decoding has, too, costs nothing."""
 
 
 def say_unjudged(latency: LatencyTable) -> None:

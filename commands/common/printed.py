@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from numbers import Integral
 from textwrap import indent
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any
 
 from rich.console import Console
@@ -67,12 +67,14 @@ def print_table(
     cells = {n: [cell_text(str(n), r.get(n)) for r in shown] for n in names}
     values = {n: [r.get(n) for r in shown] for n in cells}
     styles = {n: [verdict(str(n), r) for r in records] for n in cells}
-    numeric = {n for n, v in values.items() if all(_is_number(one) for one in v)}
+    number = int, float, NoneType
+    numeric = {n for n, v in values.items() if all(isinstance(one, number) for one in v)}
     numeric |= {n for n in cells if str(n).endswith(SPAN)}
     for name in cells.keys() - numeric:
         cells[name] = [text if " " in text else in_lines(text, WORD) for text in cells[name]]
     # What leads until the first figure tells the rows apart.
-    keys = list(takewhile(lambda name: not _is_figure(values[name]), cells))
+    measured = {n for n, v in values.items() if any(isinstance(one, float) for one in v)}
+    keys = list(takewhile(lambda name: name not in measured, cells))
     room = where.width
     # Headings are folded only where there is no room for them.
     heads = {n: heading(n, len(n)) for n in cells}
@@ -141,19 +143,16 @@ def without_alike(
     >>> without_alike([{"K": 1, "pair": "a"}, {"K": 3, "pair": "a"}], ["K", "pair"])
     (['K'], {'pair': 'a'})
     """
-    alike = {
-        name: cell_text(str(name), rows[0].get(name)) for name in names
-        if all(_same(row.get(name), rows[0].get(name)) for row in rows)
-    }  # fmt: skip
+    alike = {}
+    for name in names:
+        first, *others = (row.get(name) for row in rows)
+        if all(one == first or (_is_missing(one) and _is_missing(first)) for one in others):
+            alike[name] = cell_text(str(name), first)
     if len(rows) == 1 or len(alike) == len(names):
         return list(names), {}
     gone = {name: text for name, text in alike.items() if name not in ANSWERS}
     said = {str(name): text for name, text in gone.items() if text != "-"}
     return [name for name in names if name not in gone], said
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other) or (_is_missing(one) and _is_missing(other))
 
 
 def print_alike(alike: Mapping[str, str], where: Console) -> None:
@@ -211,13 +210,8 @@ def drawn(
 ) -> Table:  # fmt: skip
     """Return columns of text as a table of rich, which folds all but the `numeric` ones.
 
-    Parameters
-    ----------
-    heads, needed, most, styles:
-        By column: heading (default: its name), least and largest width in characters, and the
-        styles of its cells.
-    options:
-        Options of the whole table.
+    By column, there are its heading (default: its name), its least and largest width in characters,
+    and the styles of its cells; ``options`` are those of the whole table.
     """
     from rich.box import SIMPLE_HEAD
 
@@ -251,19 +245,8 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, (int, float))
-
-
-def _is_figure(values: Sequence[Any]) -> bool:
-    """Return True if a column describes its rows, False if it names them."""
-    return any(isinstance(value, float) for value in values)
-
-
 def console(**options: Any) -> Console:
-    """Return a console that takes text for text: names hold brackets, and come from anybody's
-    file.
-    """
+    """Return a console that takes text for text: names with brackets are anybody's."""
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
@@ -292,8 +275,7 @@ def cell_text(name: str, value: Any) -> str:
 
 
 def in_lines(name: str, width: int = NAME) -> str:
-    """Return `name` on lines of at most `width` where it has places to break; never within a
-    number.
+    """Return `name` on lines of at most `width`, as far as it can be broken; never within a number.
 
     A name is not broken at its hyphens, so that it can be copied.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -47,10 +47,8 @@ def progress_bar(alone: bool = False) -> Bar:
     return Bar(columns, alone)
 
 
-class Say(Protocol):
-    """Says what comes next, and how much of it is done."""
-
-    def __call__(self, what: str, done: int = 0, total: int | None = None, /) -> None: ...
+Say = Callable[..., None]
+"""Says what comes next and, where it is counted, how much is done and of how much."""
 
 
 @contextmanager

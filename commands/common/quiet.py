@@ -15,13 +15,12 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
 
 AGAIN = "measure the latencies again with `draftsim profile latency`"
-QUIETLY = ("left_out", "slowdown", "diverged", "requests_left_out")
-"""Columns that the JSON has and the printed table has not."""
 
 
 def columns_shown(rows: pd.DataFrame) -> list[str]:
-    """Return the columns that the printed table has."""
-    return [column for column in rows.columns if column not in QUIETLY]
+    """Return the columns that the printed table has; the JSON has them all."""
+    left_out = ("left_out", "slowdown", "diverged", "requests_left_out")
+    return [column for column in rows.columns if column not in left_out]
 
 
 def machine_of(meta: Mapping[str, Any]) -> State | None:
@@ -67,10 +66,6 @@ def say_disturbed(latency: LatencyTable) -> None:
         )
 
 
-NAMED = 3
-"""Divergences that are named at the terminal; the JSON names all."""
-
-
 def say_texts(rows: Sequence[Mapping[Any, Any]]) -> None:
     """Say which texts diverged, what is not compared, and whether rounding can have done it."""
     from traces.store.outputs import Divergence
@@ -78,7 +73,7 @@ def say_texts(rows: Sequence[Mapping[Any, Any]]) -> None:
     found = [
         (Divergence(**{k: one[k] for k in Divergence._fields}), _policy(row))
         for row in rows
-        for one in _listed(row, "diverged")
+        for one in _diverged(row)
     ]
     if drafts := sum(row.get("drafts_diverged") or 0 for row in rows):
         note(
@@ -87,27 +82,24 @@ def say_texts(rows: Sequence[Mapping[Any, Any]]) -> None:
         )
     if not found:
         return
-    named = "; ".join(f"{one} under {text}" for one, text in found[:NAMED])
-    rest = f"; {len(found) - NAMED} more" if len(found) > NAMED else ""
+    named = "; ".join(f"{one} under {text}" for one, text in found[:3])  # the JSON names all
+    rest = f"; {len(found) - 3} more" if len(found) > 3 else ""
     note(f"{len(found)} {'text' if len(found) == 1 else 'texts'} diverged: {named}{rest}")
-    note(f"their later rounds are not compared; {_left_out(rows)}")
+    out = 0 if "load" in rows[0] else max(r["requests_left_out"] for r in rows if _diverged(r))
+    left_out = "every request diverged under some policy, so none is left out of the seconds"
+    if out:
+        left_out = f"{out} {'request is' if out == 1 else 'requests are'} left out of all seconds"
+    if "load" in rows[0]:
+        left_out = (
+            "nor are later steps of the load (iterations_after counts them); mean latencies leave "
+            "these requests out (requests_left_out)"
+        )
+    note(f"their later rounds are not compared; {left_out}")
     if faults := sum(one.near_tie is False for one, _ in found):
         note(
             f"warning: {faults} of them diverged where the recorded logits are no near-tie, which "
             "rounding does not explain: profile with --dtype float32 and compare again"
         )
-
-
-def _left_out(rows: Sequence[Mapping[Any, Any]]) -> str:
-    if "load" in rows[0]:
-        return (
-            "nor are later steps of the load (iterations_after counts them); mean latencies leave "
-            "these requests out (requests_left_out)"
-        )
-    out = max(row["requests_left_out"] for row in rows if _listed(row, "diverged"))
-    if not out:
-        return "every request diverged under some policy, so none is left out of the seconds"
-    return f"{out} {'request is' if out == 1 else 'requests are'} left out of all seconds"
 
 
 def _policy(row: Mapping[Any, Any]) -> str:
@@ -116,7 +108,7 @@ def _policy(row: Mapping[Any, Any]) -> str:
     return f"{row['policy']}" if row["batch"] == 1 else f"{row['policy']} at batch {row['batch']}"
 
 
-def _listed(row: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
-    """Return a column that rows of another kind lack."""
-    found = row.get(name)
+def _diverged(row: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """Return a row's divergences, a column that rows of another kind lack."""
+    found = row.get("diverged")
     return found if isinstance(found, list) else []

@@ -88,19 +88,16 @@ def write_rows(
     """Write a table in the form that the suffix names, whole or not at all.
 
     ``command`` and ``more`` are what JSON holds in addition to the rows; LaTeX holds the `tables`
-    as they are printed, if there are any.
-
-    Raises
-    ------
-    DraftsimError
-        For another suffix than `TABLES`, or a place that cannot be written to.
+    as they are printed, if there are any.  Raises DraftsimError for another suffix than `TABLES`,
+    or a place that cannot be written to.
     """
     if path.suffix in (".csv", ".parquet"):
         frame = pd.DataFrame([{k: _flat(v) for k, v in plain(r).items()} for r in records])
         as_csv = path.suffix == ".csv"
         content = frame.to_csv(index=False).encode() if as_csv else frame.to_parquet(index=False)
     elif path.suffix == ".tex":
-        content = as_latex([Shown(records)] if tables is None else tables()).encode()
+        shown = [Shown(records)] if tables is None else tables()
+        content = "\n".join(_table(one) for one in shown if one.rows).encode()
     elif path.suffix == ".json":
         content = document(command, records, more).encode()
     else:
@@ -122,10 +119,6 @@ def _flat(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (dict, list)) else value
 
 
-RANKED = (
-    "speedup", "gain", "served_tok_s", "tokens/s", "best speedup", "mean speedup",
-)  # fmt: skip
-"""Columns in which larger is better; the first that a table has decides which row is in bold."""
 _SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
@@ -146,11 +139,6 @@ class Shown:
     """Columns in order; None: those of the first row."""
 
 
-def as_latex(tables: Sequence[Shown]) -> str:
-    """Return the tables, each in an environment of its own with its title as the caption."""
-    return "\n".join(_table(one) for one in tables if one.rows)
-
-
 def escaped(text: str) -> str:
     """Return `text` with what LaTeX would read as a command written out.
 
@@ -161,7 +149,7 @@ def escaped(text: str) -> str:
 
 
 def _table(one: Shown) -> str:
-    """Return one table; a column that is empty in every row is left out."""
+    """Return a table environment with the title as its caption, without columns that are empty."""
     names = list(one.show or dict.fromkeys(name for row in one.rows for name in row))
     rows, names = with_spans(one.rows, names)
     cells = {
@@ -199,7 +187,8 @@ def _is_figure(text: str) -> bool:
 
 def _best(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> int | None:
     """Return the row with the largest figure in the column that ranks, None if none does."""
-    column = next((name for name in RANKED if name in names), None)
+    ranked = ("speedup", "gain", "served_tok_s", "tokens/s", "best speedup", "mean speedup")
+    column = next((name for name in ranked if name in names), None)
     if column is None or len(rows) < 2:
         return None
     figures = {

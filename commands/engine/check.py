@@ -1,4 +1,10 @@
-"""Loads in a real engine, stepped by hand, and in the simulator."""
+"""Loads in a real engine, stepped by hand, and in the simulator; and in an engine apart.
+
+An engine apart has its own defaults, or synthetic acceptance.  A drafter can force asynchronous
+scheduling, graphs or prefix caching off, and the measured engine has them off throughout.  So a
+speedup over that engine without speculation is not the gain over the engine with its own defaults:
+both are printed.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +29,16 @@ if TYPE_CHECKING:
     from profiler.engines.measure import BetweenTable
     from simulator.engines import Workload
     from simulator.serving.scenario import Scenario
+    from simulator.tune.settings import Tuned
     from traces.latency.table import LatencyTable
     from traces.store.checkpoint import Checkpoint
+    from traces.store.engine_runs import Apart
 
 OFF = "autoregressive"
-PARTS = 100
-"""Parts of what runs side by side, of which it is said how many are done."""
 OFTEN, NEAR = 0.1, 0.15
 """Share of a load's steps from which the batch that decodes in them is measured itself, and the
 relative distance from a batch that is measured anyway up to which it is not."""
-ENGINE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
+USUAL = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
 """Policies run where none is named, with no speculation and those predicted fastest."""
 
 
@@ -43,9 +49,8 @@ def compare_loads(
     """Run every load under every policy in the engine (`run_loads`) and in the simulator.
 
     Speedups are over the first policy.  A table measured `between` the runs predicts instead of
-    `latency`, whose errors are then the columns ``profile_error``, ``profile_busy_error`` and
-    ``profile_speedup_error``.  What `kept` holds of an earlier call, of fewer repeats perhaps, is
-    not run again.
+    `latency`, whose errors are then in columns ``profile_*``.  What `kept` holds of an earlier
+    call, of fewer repeats perhaps, is not run again.
     """
     from profiler.engines.drafts import Forced
     from profiler.engines.loads import run_loads
@@ -88,8 +93,8 @@ def _bar() -> Iterator[Callable[[float], None]]:
     """Show how much of the loads that run side by side is done."""
     # Without a thread, which could wake while the engine is timed.
     with progress_bar(alone=True) as bar:
-        task = bar.add_task("% of these runs", total=PARTS)
-        yield lambda share: bar.update(task, completed=share * PARTS)
+        task = bar.add_task("% of these runs", total=100)
+        yield lambda share: bar.update(task, completed=share * 100)
 
 
 def scenarios_in(engine: Any, work: Workload) -> dict[str, Scenario]:
@@ -137,8 +142,7 @@ def check_key(engine: Any, latency: LatencyTable, work: Workload, **more: Any) -
 
 
 def predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
-    """Return the policies to run by default: `ENGINE_ARMS` that can be run, and the fixed lengths
-    predicted to be the fastest under the loads.
+    """Return the policies to run by default: `USUAL` ones, and the fixed lengths predicted fastest.
 
     A note names those that would not run otherwise.
     """
@@ -146,8 +150,8 @@ def predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
 
     trace = work.trace
     lengths = (f"fixed:gamma={g}" for g in range(1, min(longest, trace.max_gamma or longest) + 1))
-    usual = [text for text in ENGINE_ARMS if _can_run(text, trace, longest)]
-    every = arms([*usual, *lengths], trace, longest)
+    usual = [text for text in USUAL if _can_run(text, trace, longest)]
+    every = runnable([*usual, *lengths], trace, longest)
     best: dict[str, list[str]] = {}
     own_drafter = bool(latency.meta["engine"].get("own_drafter"))
     for load, scenario in work.scenarios(Limits.of_engine(latency), own_drafter).items():
@@ -164,8 +168,7 @@ def predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
 def grid_of(options: EngineOptions, work: Workload, latency: LatencyTable) -> EngineGrid:
     """Return the sizes that the loads can reach under their policies.
 
-    Batches that often decode are among them (`often`).  Prompts sent at once share a pass: as many
-    of the requests' mean length as an iteration may have.  No prompt joins requests that decode if
+    Batches that often decode are among them (`often`).  No prompt joins requests that decode if
     every closed loop runs one request at a time, or all at once and their prompts fit into one
     iteration.  ``latency`` is the profile of the engine, which tells its CUDA graphs.
     """
@@ -208,8 +211,7 @@ def grid_of(options: EngineOptions, work: Workload, latency: LatencyTable) -> En
 
 
 def often(loads: Iterable[Counter[int]]) -> list[int]:
-    """Return the batches that decode in at least `OFTEN` of a load's steps, the most frequent
-    first.
+    """Return the batches that decode in `OFTEN` or more of a load's steps, the most frequent first.
 
     A pass over 12 sequences can take longer than one over 16 (a matrix kernel of a CPU), and load
     that only falls from 16 is mostly in between.
@@ -241,7 +243,7 @@ def engine_options(latency: LatencyTable, trace: Trace, kind: EngineKind) -> Eng
     )  # fmt: skip
 
 
-def arms(
+def runnable(
     policies: Sequence[str], trace: Trace, longest: int, latency: LatencyTable | None = None
 ) -> dict[str, Any]:
     """Return the policies by their texts, no speculation first; ``all`` are those that can be run.
@@ -301,3 +303,156 @@ def _can_run(text: str, trace: Trace, longest: int) -> bool:
 
     policy = parse_serving_policy(text, max_gamma=min(longest, trace.max_gamma or longest))
     return set(policy.reads) <= trace.signals and lookahead_of(policy, trace) <= longest
+
+
+WITH_DEFAULTS = ("throughput_defaults", "speedup_defaults")
+"""Columns that a run with the engine's defaults adds."""
+SYNTHETIC = ("load", "policy", "throughput", "throughput_predicted", "error")
+"""Columns that are printed of a run with synthetic acceptance."""
+ENGINE = "vllm"
+"""The engine whose settings are tried."""
+TUNED = "tuned"
+"""Name of the found setting in the column ``policy``."""
+TRIED = (
+    "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "texts_diverged",
+    "throughput", "throughput_predicted", "gain", "gain_predicted", "gain_error", "gain_noise",
+    "machine",
+)  # fmt: skip
+"""Columns of `tried` that are printed."""
+
+
+def run_apart(
+    kind: EngineKind, options: EngineOptions, work: Workload,
+    synthetic: Sequence[float] | None = None,
+) -> Apart:  # fmt: skip
+    """Run the loads in an engine apart (`profiler.engines.engine.EngineKind.run_apart`)."""
+    from profiler.engines.texts import prompts_of
+
+    prompts = prompts_of(work.trace, options.vocabulary, work.seed, work.sequences)
+    return kind.run_apart(options, work.demands, prompts, work.repeats, synthetic)
+
+
+def say_defaults(rows: Sequence[Mapping[str, Any]], apart: Apart, gain: str = "speedup") -> None:
+    """Say both speedups of the fastest policy of every load, and what the defaults are."""
+    on = [name for name, value in apart.settings.items() if value]
+    note(f"the engine's defaults: no speculation, {', '.join(on) or 'none of the three'} on")
+    for load in dict.fromkeys(row["load"] for row in rows):
+        best = max((r for r in rows if r["load"] == load), key=lambda r: float(r["throughput"]))
+        note(
+            f"{load}: {best['policy']} has {best[gain]:.2f}x over the same engine with drafts off "
+            f"(whose drafter still runs), {best['speedup_defaults']:.2f}x over the engine with its "
+            "defaults and no drafter"
+        )
+
+
+def chances(text: str) -> list[float]:
+    """Return the acceptance by position that ``--synthetic`` names; DraftsimError if impossible."""
+    from traces.sources.registry import parse_source
+    from traces.sources.starts.parallel import Parallel
+
+    try:
+        source = parse_source(f"parallel:acceptance=[{text}]")
+    except ValueError as error:
+        raise DraftsimError(f"--synthetic {text}: {error}") from None
+    assert isinstance(source, Parallel)
+    assert source.acceptance is not None
+    return list(source.acceptance)
+
+
+def check_trial(latency: LatencyTable) -> int:
+    """Return the longest draft of the engine that `latency` is of, which can be tried here.
+
+    Raises DraftsimError before anything is searched where it cannot.
+    """
+    from profiler.engines.engine import find_engine
+
+    if latency.meta.get("kind") != "engine" or "scaled" in latency.meta:
+        raise DraftsimError(
+            "--try starts the engine that the latencies were measured on: give --latency RUN of "
+            "`draftsim profile engine`, and no --gpu"
+        )
+    find_engine(ENGINE).check_installed()
+    return int(latency.meta["engine"]["longest"])
+
+
+def try_settings(
+    latency: LatencyTable, trace: Trace, tuned: Tuned, requests: int, repeats: int, seed: int,
+    defaults: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return rows of `tried` in a vLLM started as it was when its latencies were measured.
+
+    With `defaults` the loads are also served by one with its own settings (`run_apart`).
+    """
+    from profiler.engines.engine import find_engine
+    from simulator.engines import Workload, with_defaults
+    from simulator.serving import ClosedLoop
+
+    kind = find_engine(ENGINE)
+    options = engine_options(latency, trace, kind)
+    if large := [row["batch"] for row in tuned.rows if row["batch"] > options.max_batch]:
+        raise DraftsimError(
+            f"--batch {max(large)} is more than the {options.max_batch} requests the engine runs"
+        )
+    batches = sorted({row["batch"] for row in tuned.rows})
+    loads = {f"closed:{batch}": ClosedLoop(batch) for batch in batches}
+    work = Workload(trace, {}, loads, requests, repeats, seed)
+    # Before the engine that is stepped by hand: a GPU holds one of them.
+    plain = run_apart(kind, options, work) if defaults else None
+    rows = tried(kind.start(options), latency, tuned, work)
+    if plain is None:
+        return rows
+    rows = with_defaults(rows, plain)
+    say_defaults(rows, plain, "gain")
+    return rows
+
+
+def tried(
+    engine: Engine, latency: LatencyTable, tuned: Tuned, work: Workload
+) -> list[dict[str, Any]]:
+    """Return closed loops at every batch searched: no speculation, K = 1, 3, 5, and what was found.
+
+    Drafts are the recording's, forced upon the engine; they cost the passes of the drafter that it
+    was measured with, if any.  ``gain`` is the throughput over that of no speculation,
+    ``gain_noise`` the part of its error that the repeats' scatter explains.
+    """
+    from simulator.tune.costs import longest_draft
+    from simulator.tune.served import rivals
+
+    longest = engine.options.longest
+    chosen: dict[str, Any] = rivals(min(longest, longest_draft(work.trace) or longest))
+    if tuned.document is not None:
+        chosen[TUNED] = tuned.policy
+    rows = compare_loads(engine, latency, replace(work, policies=chosen))
+    for row in rows:
+        for key in [name for name in row if "speedup" in name]:
+            row[key.replace("speedup", "gain")] = row.pop(key)
+    if not getattr(engine, "knows_batch_tables", True):
+        note(
+            "this vLLM does not read num_speculative_tokens_per_batch_size: draftsim's proposer "
+            "follows the table, and vLLM's own drafter cannot"
+        )
+    return rows
+
+
+def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyTable) -> None:
+    """Print whether the setting is the best at each load, what was not tried, and how to launch."""
+    from simulator.tune.launch import launch_line
+    from simulator.tune.served import NO_SPECULATION
+
+    for load in dict.fromkeys(row["load"] for row in rows):
+        at = {row["policy"]: row["gain"] for row in rows if row["load"] == load}
+        own = at.pop(TUNED, at[NO_SPECULATION])
+        best = max(at, key=lambda name: at[name])
+        note(
+            f"{load}: the setting has {own:.2f}x; the best alternative is {best} with "
+            f"{at[best]:.2f}x"
+        )
+    if not latency.meta["engine"].get("own_drafter"):
+        note(
+            "the recorded drafts came from a proposer, so neither the engine nor these latencies "
+            "include a drafter's passes: to include them, profile with --draft or --eagle"
+        )
+    line = launch_line(ENGINE, tuned.document, target=latency.meta["target"])
+    if tuned.document is not None:
+        line += f" --max-num-seqs {latency.meta['engine']['max_batch']}"
+    note(f"launch: {line}", whole=True)

@@ -44,8 +44,7 @@ class MeasuredEngine:
         str, typer.Option(metavar="NAME", help="A serving engine, installed here (`make vllm`).")
     ] = "vllm"
     draft: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Draft model that the engine drafts with."),
+        str | None, typer.Option(metavar="DIR", help="Draft model that the engine drafts with.")
     ] = None
     engine_eagle: Annotated[
         str | None,
@@ -64,8 +63,7 @@ class MeasuredEngine:
         int, typer.Option(min=256, help="Longest prompt and output: max_model_len.")
     ] = 2048
     async_scheduling: Annotated[
-        bool,
-        typer.Option("--async-scheduling", help="Schedule the next step during this one."),
+        bool, typer.Option("--async-scheduling", help="Schedule the next step during this one.")
     ] = False
     cudagraph_mode: Annotated[
         str | None,

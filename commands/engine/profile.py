@@ -90,7 +90,7 @@ def plain_load(load: str) -> Workload:
 
 def default_speeds(kind: EngineKind, options: EngineOptions) -> Apart:
     """Run closed loops of 1 and of all requests in an engine with its own defaults."""
-    from commands.engine.apart import run_apart
+    from commands.engine.check import run_apart
 
     note("decoding without a drafter, in an engine with its own defaults")
     speeds: dict[str, Speed] = {}
@@ -125,22 +125,17 @@ def with_default_speeds(table: LatencyTable, plain: Apart) -> LatencyTable:
     )
     remark = (
         f"no speculation is the profiled engine without a drafter; over {name} with its own "
-        f"defaults, multiply speedups by {shares}{_of_graphs(table.meta['engine'])}"
+        f"defaults, multiply speedups by {shares}"
     )
+    if graphs_of(table.meta["engine"]) in UNIFORM:
+        remark += (
+            "; full CUDA graphs are those of "
+            f"num_speculative_tokens={table.meta['engine']['longest']}: shorter drafts are priced "
+            "by piecewise ones, so profile a shorter fixed length by --engine-longest, or every "
+            "length by --cudagraph-mode FULL"
+        )
     found = {"settings": dict(plain.settings), "loads": loads}
     return replace(table, meta={**table.meta, "defaults": found, "remark": remark})
-
-
-def _of_graphs(engine: Mapping[str, Any]) -> str:
-    """Return what to know of a table whose passes are full graphs at one draft length only."""
-    if graphs_of(engine) not in UNIFORM:
-        return ""
-    longest = engine["longest"]
-    return (
-        f"; full CUDA graphs are those of num_speculative_tokens={longest}: shorter drafts are "
-        "priced by piecewise ones, so profile a shorter fixed length by --engine-longest, or every "
-        "length by --cudagraph-mode FULL"
-    )
 
 
 def say_slow_dtype(meta: Mapping[str, Any]) -> None:

@@ -10,28 +10,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from commands.common.options import (
-    MemoryOption,
-    PolicyOption,
-    TrustOption,
-    VerifyOption,
-    batch_sizes,
-)
+from commands.common import options
 from commands.engine.options import MeasuredEngine
-from commands.profile.recording import (
-    RecordingJob,
-    add_signals,
-    complete,
-    measure_latency,
-    run_profile,
-)
-from commands.profile.redecode import check_code, decode_again, jobs, score_code
-from commands.profile.sources import (
-    check_layers,
-    profile_drafters,
-    profile_sources,
-    split_drafters,
-)
+from commands.profile import recording
+from commands.profile.sources import check_layers, profile_drafters, profile_sources, split_drafters
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -66,7 +48,7 @@ class Models:
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
     dtype: DtypeOption = None
     threads: ThreadsOption = 1
-    trust_remote_code: TrustOption = False
+    trust_remote_code: options.TrustOption = False
 
     @property
     def info(self) -> RunInfo:
@@ -106,7 +88,9 @@ class TimedPasses:
         """The cells that are timed; DraftsimError if the batch sizes are none."""
         from profiler.latency.table import Grid
 
-        grid = Grid(repeats=self.repeats, batches=sorted({1, *batch_sizes("--batch", self.batch)}))
+        grid = Grid(
+            repeats=self.repeats, batches=sorted({1, *options.batch_sizes("--batch", self.batch)})
+        )
         return grid.drafting(self.max_gamma)
 
 
@@ -175,8 +159,8 @@ def pair(
     A stopped profile goes on where it stopped when the command is repeated; a finished one is
     recorded over only with --force.
     """
-    with _claimed(models, texts, timing, out, force) as recording:
-        run_profile(recording, force)
+    with _claimed(models, texts, timing, out, force) as job:
+        recording.run_profile(job, force)
 
 
 def sources(
@@ -224,14 +208,14 @@ def sources(
         raise DraftsimError(
             "no source is named: add --exit-layers, or a drafter with --source eagle:model=DIR"
         )
-    with _claimed(models, texts, timing, out, force) as recording:
-        loaded = recording.load()
+    with _claimed(models, texts, timing, out, force) as job:
+        loaded = job.load()
         check_layers(loaded, exit_layers)
         parts = ["early exits, heads, layer skip"] if exit_layers else []
-        complete(replace(recording, pair=loaded), [*parts, *(s.key for s in drafters)], force)
+        recording.complete(replace(job, pair=loaded), [*parts, *(s.key for s in drafters)], force)
         if exit_layers:
             profile_sources(
-                loaded, recording.info, out, sources=others, text=heads_text,
+                loaded, job.info, out, sources=others, text=heads_text,
                 repeats=timing.repeats,
             )  # fmt: skip
         if drafters:
@@ -243,9 +227,9 @@ def decode(
     texts: RecordedTexts,
     timing: TimedPasses,
     out: RunOption,
-    verify: VerifyOption = None,
-    policy: PolicyOption = None,
-    memory: MemoryOption = None,
+    verify: options.VerifyOption = None,
+    policy: options.PolicyOption = None,
+    memory: options.MemoryOption = None,
     split: Annotated[
         float | None,
         typer.Option(
@@ -280,7 +264,7 @@ def decode(
 
     A stopped command goes on where it stopped when it is repeated.
     """
-    again = jobs(verify, policy, method or [], split, papers)
+    again = recording.jobs(verify, policy, method or [], split, papers)
     if policy and not verify:
         raise DraftsimError("--policy says how to decode under --verify: name a rule")
     if not again and (memory or split is not None or not run_code):
@@ -288,14 +272,14 @@ def decode(
     if memory and split is not None:
         raise DraftsimError("--memory and --split both give the rule a memory: choose one")
     if run_code:
-        check_code(out, texts.prompts, bool(again))
-    with _claimed(models, texts, timing, out) as recording:
-        runs = [f"{job.policy} under {job.rule}" for job in again]
-        complete(recording, [*runs, *(["which code passes"] if run_code else [])])
+        recording.check_code(out, texts.prompts, bool(again))
+    with _claimed(models, texts, timing, out) as job:
+        runs = [f"{one.policy} under {one.rule}" for one in again]
+        recording.complete(job, [*runs, *(["which code passes"] if run_code else [])])
         if again:
-            decode_again(recording, again, memory, not recording.settings.sampling.greedy)
+            recording.decode_again(job, again, memory, not job.settings.sampling.greedy)
         if run_code:
-            score_code(out, texts.prompts)
+            recording.score_code(out, texts.prompts)
 
 
 def latency(models: Models, timing: TimedPasses, out: RunOption) -> None:
@@ -308,7 +292,7 @@ def latency(models: Models, timing: TimedPasses, out: RunOption) -> None:
 
     settings = Settings(grid=timing.grid)
     with only_writer(out):
-        measure_latency(claimed(models.info, out), out, settings, timing.max_context)
+        recording.measure_latency(claimed(models.info, out), out, settings, timing.max_context)
 
 
 def signals(models: Models, out: RunOption) -> None:
@@ -319,7 +303,7 @@ def signals(models: Models, out: RunOption) -> None:
     from profiler.recording.run import claimed, only_writer
 
     with only_writer(out):
-        add_signals(claimed(models.info, out), out)
+        recording.add_signals(claimed(models.info, out), out)
 
 
 def engine(
@@ -356,7 +340,7 @@ def engine(
 @contextmanager
 def _claimed(
     models: Models, texts: RecordedTexts, timing: TimedPasses, out: Path, force: bool = False
-) -> Iterator[RecordingJob]:
+) -> Iterator[recording.RecordingJob]:
     """Hold the run folder, and give what is to be recorded into it.
 
     Raises DraftsimError if the folder is another pair's, or another process writes there.
@@ -365,7 +349,7 @@ def _claimed(
 
     settings = texts.settings(timing)
     with only_writer(out):
-        yield RecordingJob(
+        yield recording.RecordingJob(
             claimed(models.info, out, force), texts.prompts, out, settings, texts.limit,
             categories=texts.category or [], max_context=timing.max_context,
         )  # fmt: skip

@@ -1,22 +1,26 @@
-"""Recording a pair into its run folder: all of it, what it lacks, or its latencies again."""
+"""Recording a pair into its run folder, and decoding its prompts again under lossy rules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commands.common.output import note
+from commands.common.output import note, say_memory
 from commands.common.progress import progress_bar
 from traces.digits import counted
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, FileError
 
 if TYPE_CHECKING:
+    from profiler.checks.spot_check import PlannedPolicy
     from profiler.models.loading import Pair
     from profiler.profile import Settings
-    from profiler.prompts import Prompt
+    from profiler.prompts import CodeTask, Prompt
     from profiler.recording.run import RunInfo
+    from traces.acceptance.trace import Trace
+    from traces.store.outputs import Output
 
 
 SOURCES = ("*exits*", "*starts-*", "trees-*", "sampled")
@@ -60,12 +64,7 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     """
     from profiler.checks.differences import answers_to, score
     from profiler.models.seq2seq import is_seq2seq
-    from profiler.profile import (
-        latency_options,
-        profile_latency,
-        profile_trace,
-        trace_options,
-    )
+    from profiler.profile import latency_options, profile_latency, profile_trace, trace_options
     from profiler.recording.run import begin, is_done
     from traces.acceptance.sampling import GREEDY
     from traces.store.files import read_trace
@@ -130,13 +129,8 @@ def measure_latency(
 ) -> None:
     """Measure the latency table of a folder that holds a recording, the parts of sources included.
 
-    A table that it already holds is replaced.  ``max_context``: measure contexts of up to this many
-    tokens, or those that the recording reaches if they are longer.
-
-    Raises
-    ------
-    DraftsimError
-        If the folder holds no recording of greedy outputs.
+    Contexts are measured as far as the recording reaches, or up to ``max_context`` tokens if that
+    is longer.  Raises DraftsimError if the folder holds no recording of greedy outputs.
     """
     from commands.profile.sources import remeasure
     from profiler.latency.table import sizes_of
@@ -157,31 +151,6 @@ def measure_latency(
     with progress_bar() as progress:
         profile_latency(pair, settings, out, progress)
     remeasure(pair, info, out, repeats=settings.grid.repeats)
-
-
-def add_sampled(recording: RecordingJob) -> None:
-    """Record the sampled outputs that a complete run folder lacks; what it holds is kept.
-
-    Raises DraftsimError if it holds outputs sampled otherwise.
-    """
-    from profiler.profile import profile_trace
-    from traces.store.files import read_trace
-
-    out, settings = recording.out, recording.settings
-    path = out / "sampled.parquet"
-    if path.is_file():
-        if (held := read_trace(path).sampling) != settings.sampling:
-            raise DraftsimError(
-                f"{out} holds outputs sampled at {held.label}: name another --out for "
-                f"{settings.sampling.options}"
-            )
-        return
-    texts = recording.texts()
-    note(
-        f"recording outputs sampled at {settings.sampling.label} of {counted(len(texts), 'prompt')}"
-    )
-    with progress_bar() as progress:
-        profile_trace(recording.load(), texts, settings, out, progress)
 
 
 def add_signals(info: RunInfo, out: Path) -> None:
@@ -214,25 +183,244 @@ def complete(recording: RecordingJob, asked: Sequence[str], force: bool = False)
     """Profile the pair, unless its folder holds a finished profile and `force` is False.
 
     A finished profile is kept, with outputs sampled now where it lacks them; `asked` is what will
-    be recorded next.
+    be recorded next.  Raises DraftsimError if it holds outputs sampled otherwise.
     """
+    from profiler.profile import profile_trace
+    from traces.store.files import read_trace
+
     out, drawn = recording.out, recording.settings.sampling
     if force or not all((out / f"{n}.parquet").is_file() for n in ("trace", "latency")):
         run_profile(recording, force, wide=True)
         return
-    say_complete(out, [*([] if drawn.greedy else [f"outputs sampled at {drawn.label}"]), *asked])
     if not drawn.greedy:
-        add_sampled(recording)
-
-
-def say_complete(out: Path, asked: Sequence[str]) -> None:
-    """Say what a complete folder keeps, and what is to be recorded into it besides."""
-    from traces.store.files import read_trace
-
-    trace = read_trace(out / "trace.parquet")
+        asked = [f"outputs sampled at {drawn.label}", *asked]
     found = {path.stem for name in SOURCES for path in out.glob(f"{name}.parquet")}
     besides = f" (it also holds {', '.join(sorted(found))})" if found else ""
+    prompts = counted(len(read_trace(out / "trace.parquet").requests), "prompt")
     note(
-        f"{out} is complete: its trace of {counted(len(trace.requests), 'prompt')} and its "
-        f"latencies are kept{besides}; recording what is missing of: {', '.join(asked)}"
+        f"{out} is complete: its trace of {prompts} and its latencies are kept{besides}; "
+        f"recording what is missing of: {', '.join(asked)}"
     )
+    if drawn.greedy:
+        return
+    if (path := out / "sampled.parquet").is_file():
+        if (held := read_trace(path).sampling) != drawn:
+            raise DraftsimError(
+                f"{out} holds outputs sampled at {held.label}: name another --out for "
+                f"{drawn.options}"
+            )
+        return
+    texts = recording.texts()
+    note(f"recording outputs sampled at {drawn.label} of {counted(len(texts), 'prompt')}")
+    with progress_bar() as progress:
+        profile_trace(recording.load(), texts, recording.settings, out, progress)
+
+
+class RunToRecord(NamedTuple):
+    """One run to record."""
+
+    policy: str
+    rule: str
+    split: float | None = None
+    """Share of the prompts to calibrate a memory on; only the others are then decoded."""
+
+
+def jobs(
+    verify: str | None,
+    policies: Sequence[str] | None,
+    methods: Sequence[str],
+    split: float | None,
+    papers: bool,
+) -> list[RunToRecord]:
+    """Return the jobs that the options of `profile` ask for."""
+    from traces.sources.methods import method
+    from traces.sources.registry import DRAFT_MODEL
+
+    wanted = [RunToRecord(policy, verify, split) for policy in policies or ["fixed"] if verify]
+    for name in methods:
+        chosen = method(name)
+        if chosen.source != DRAFT_MODEL or chosen.rule == "exact":
+            raise DraftsimError(
+                f"method {name!r} is lossless: its rounds are those of a replay, which is exact "
+                "(`draftsim simulate`)"
+            )
+        wanted.append(RunToRecord(chosen.policy, chosen.rule, split))
+    if papers:
+        from simulator.papers.compare import REAL_RUNS
+
+        wanted += [RunToRecord(*run) for run in REAL_RUNS]
+    return wanted
+
+
+def decode_again(
+    recording: RecordingJob,
+    wanted: Sequence[RunToRecord],
+    memory: Path | None = None,
+    sampled: bool = False,
+) -> None:
+    """Decode the recorded prompts under every job; keep rounds and outputs.
+
+    What the folder holds is kept, and a stopped run goes on with the prompt where it stopped; under
+    a `memory`, which may have changed since, finished runs are decoded again.
+    """
+    from policies.from_file import file_of
+    from profiler.checks.differences import answers_to
+    from profiler.checks.interleaved import check_options, rule_conditions, unfinished
+    from profiler.checks.spot_check import real_run, run_requests
+    from profiler.prompts import read_prompts
+    from traces.store.files import read_trace
+    from traces.store.outputs import write_run
+
+    out, file = recording.out, recording.prompts
+    greedy = read_trace(out / "trace.parquet")
+    everything = read_trace(out / "sampled.parquet") if sampled else greedy
+    chosen, part = part_of(everything, recording.limit, recording.categories)
+    answers = answers_to(greedy, read_prompts(file) if file.is_file() else ())
+    planned = [_planned_run(job, chosen, memory) for job in wanted]
+    if memory is None:
+        planned = [job for job in planned if not _is_kept(out, *job[:2])]
+    if not planned:
+        return
+    for one, trace, _ in planned:
+        note(f"decoding {counted(len(trace.requests), 'prompt')} with {one.label}")
+    pair = recording.load()
+    with progress_bar() as progress:
+        for one, trace, calibrated_on in planned:
+            task = progress.add_task(f"decoding {one.label}", total=len(trace.requests))
+            advance = partial(progress.advance, task)
+            assert one.rule is not None
+            options = check_options(
+                pair, trace, [], repeats=1, arm=one.label, file=file_of(one.policy),
+                calibrated_on=calibrated_on, **rule_conditions(one.rule),
+            )  # fmt: skip
+            with unfinished(out, options, len(trace.requests), note) as kept:
+                measured = run_requests(pair, trace, [one], repeats=1, advance=advance, kept=kept)
+                provenance = {
+                    "run": out.name, "memory_file": memory.name if memory else None,
+                    "calibrated_on": calibrated_on, "sampling": trace.sampling.meta,
+                }  # fmt: skip
+                provenance |= {"part": part} if part else {}
+                run = real_run(pair, greedy, one, measured, provenance, answers)
+                note(f"wrote {write_run(run, out)}")
+            say_memory([run.log])
+
+
+def check_code(out: Path, prompts: Path | None, decodes: bool) -> None:
+    """Raise DraftsimError unless `--run-code` has outputs to run and tests to run them with."""
+    from traces.store.outputs import find_runs
+
+    if not decodes and not (out.is_dir() and find_runs(out)):
+        raise DraftsimError(
+            f"--run-code: {out} has no outputs decoded under a rule: add --verify RULE"
+        )
+    if prompts is None or not _tasks(prompts):
+        raise DraftsimError(
+            f"--run-code: no prompt of {prompts} has tests: give unit_tests, or solution and "
+            "mutant, to some (docs/profile.md)"
+        )
+
+
+def score_code(out: Path, prompts: Path) -> None:
+    """Run the code of every output kept in the folder whose prompt has tests; keep which pass."""
+    from profiler.checks.sandbox import judge
+    from traces.store.outputs import find_runs, quality_of_code, read_run, write_outputs
+
+    tasks = _tasks(prompts)
+
+    @cache  # a rule seldom changes every text
+    def passes(id: str, text: str) -> bool:
+        return judge(tasks[id][1], text).passed
+
+    def judged(output: Output, category: str) -> Output:
+        if output.id not in tasks or tasks[output.id][0] != category:
+            return output
+        own, greedy = (passes(output.id, text) for text in (output.text, output.reference))
+        return replace(output, passed=own, greedy_passed=greedy)
+
+    runs = {file: read_run(file) for file in find_runs(out)}
+    with progress_bar() as progress:
+        task = progress.add_task("running code", total=sum(len(r.outputs) for r in runs.values()))
+        for file, run in runs.items():
+            outputs = []
+            for output, request in zip(run.outputs, run.log.requests, strict=True):
+                outputs.append(judged(output, request.category))
+                progress.advance(task)
+            write_outputs(replace(run, outputs=outputs), file)
+            tested, own, greedy = quality_of_code(outputs)
+            note(
+                f"{run.log.policy} under {run.log.verify}: code passes for {own} of {tested} "
+                f"prompts (greedy {greedy})"
+            )
+
+
+def _tasks(file: Path) -> dict[str, tuple[str, CodeTask]]:
+    """Return category and tests of the prompts of a file that have tests, by id."""
+    from profiler.prompts import read_prompts
+
+    return {p.id: (p.category, p.code) for p in read_prompts(file) if p.code is not None}
+
+
+def part_of(
+    trace: Trace, limit: int | None, categories: Collection[str]
+) -> tuple[Trace, str | None]:
+    """Return the chosen requests in the trace's order, and what they are; None if all are."""
+    from profiler.prompts import chosen_of
+
+    chosen = {r.id for r in chosen_of(trace.requests, "the recording", limit, categories)}
+    keep = [i for i, request in enumerate(trace.requests) if request.id in chosen]
+    if len(keep) == len(trace.requests):
+        return trace, None
+    limited = [] if limit is None else [f"{len(keep)}-prompts"]
+    return trace.select(keep), "+".join([*categories, *limited])
+
+
+def _is_kept(out: Path, planned: PlannedPolicy, trace: Trace) -> bool:
+    """Return True if the run folder holds what `planned` decodes of `trace`."""
+    from traces.store.outputs import find_run, find_runs, read_run
+
+    assert planned.rule is not None
+    for file in find_runs(out):
+        try:
+            run = read_run(file)
+        except FileError:
+            continue  # damaged: decoded again
+        if find_run([run], planned.policy, planned.rule, trace) is not None:
+            note(f"{file} is finished and kept: delete it to decode again")
+            return True
+    return False
+
+
+def _planned_run(
+    job: RunToRecord, trace: Trace, memory: Path | None
+) -> tuple[PlannedPolicy, Trace, list[str] | None]:
+    """Return the run of a job, the requests it decodes, and those its memory was calibrated on."""
+    from policies.rules.context import CSD
+    from policies.rules.memory import OnlineCorrectionMemory
+    from profiler.checks.spot_check import PlannedPolicy
+    from simulator.chosen import load_policies, load_rule
+    from traces.replay.corrections import calibrated, split_requests
+    from traces.sources.methods import Method, resolved
+
+    [(name, policy)] = load_policies([job.policy], trace, say=note)
+    job = job._replace(rule=resolved(Method("", job.policy, job.rule, ""), trace).rule)
+    rule = load_rule(job.rule)
+    if rule is None or rule.lossless:
+        raise DraftsimError(
+            f"the rule {job.rule!r} is lossless: its rounds are those of a replay, which is exact "
+            "(`draftsim simulate`)"
+        )
+    planned = PlannedPolicy(name, policy, rule)
+    learns = isinstance(rule, CSD) and rule.use_memory
+    if memory is not None and learns:
+        planned = replace(planned, rule=load_rule(job.rule, memory))
+    if job.split is None:
+        return planned, trace, None
+    train, rest = split_requests(trace, job.split)
+    if not rest:
+        raise DraftsimError(f"--split {job.split:g} leaves no prompt to decode: lower it")
+    if isinstance(rule, CSD) and learns:
+        # What the policy meets decides what is counted, so every job has its own memory.
+        table = calibrated(trace.select(train), policy, OnlineCorrectionMemory(rule.capacity))
+        table.sizes.clear()  # from here on they are the run's own
+        planned = replace(planned, rule=rule.with_memory(table))
+    return planned, trace.select(rest), [trace.requests[i].id for i in train]

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.sources.base import Source
-    from traces.sources.recording import Recordings
     from traces.sources.starts.parallel import OnFeatures
 
 HEADS = "exit_heads"
@@ -105,20 +104,6 @@ def load_drafters(pair: Pair, sources: Iterable[Source | None]) -> dict[str, Any
     return found
 
 
-def recorded_drafters(recordings: Recordings) -> list[Source]:
-    """Return the drafters of a run's recordings, with the folders that they were read from."""
-    from traces.sources.base import Source
-    from traces.sources.registry import SOURCES
-    from traces.sources.starts.parallel import OnFeatures
-
-    found = []
-    for key, recording in recordings.items():
-        of = SOURCES.get(key.partition(".")[0], Source)
-        if issubclass(of, OnFeatures):
-            found.append(of(str(recording.meta["model"])).for_decoding(recordings))
-    return found
-
-
 def profile_drafters(pair: Pair, out: Path, sources: Sequence[OnFeatures], *, repeats: int) -> None:
     """Record what `sources` draft along the traces in `out`, and measure their passes.
 
@@ -139,15 +124,8 @@ def profile_sources(
 ) -> None:  # fmt: skip
     """Record every other source along the traces in `out`, and measure what its parts cost.
 
-    Recordings of these traces that the folder holds are kept, so a stopped run continues with the
-    source at which it stopped.
-
-    Parameters
-    ----------
-    sources:
-        Further early-exit settings, and the layers of layer skip, as text.
-    text:
-        Texts to train heads on where the target has none.
+    Recordings of these traces that the folder holds are kept.  ``sources`` are further early-exit
+    settings, and the layers of layer skip; heads are trained on `text` where the target has none.
     """
     from traces.store.files import read_trace
 
@@ -198,22 +176,11 @@ def record(
     pair: Pair, out: Path, modules: Modules, keys: Mapping[str, Mapping[str, str]],
     sources: Sequence[str] = (), *, sampled: bool = False,
 ) -> list[str]:  # fmt: skip
-    """Record those of `keys` that `out` lacks along one trace, or holds of something else.
+    """Record those of `keys` that `out` lacks along one trace; return the names of these.
 
-    If only the folder of a drafter differs, the recording is kept, and its folder is noted in it.
-
-    Parameters
-    ----------
-    keys:
-        Names of recordings, with what else their provenance says: ``model``, a drafter's folder.
-    sources:
-        As in `wanted`.
-    sampled:
-        Along the sampled outputs, if there are any, the sources that are recorded there.
-
-    Returns
-    -------
-    The names of what was recorded.
+    ``keys`` are names of recordings, with what else their provenance says (``model``, a drafter's
+    folder); ``sources`` are as in `wanted`.  A recording of which only the drafter's folder differs
+    is kept, with that folder noted.  `sampled`: along the sampled outputs, if there are any.
     """
     from profiler.sources.run import real_of, record_sources
     from traces.sources.found import STAMP, read_recordings, stamp_of, write_recordings
@@ -223,13 +190,13 @@ def record(
     keys = {key: also for key, also in keys.items() if real_of(key).recorded_sampled or not sampled}
     if not keys or not path.is_file():
         return []
-    trace, kept = read_trace(path), read_recordings(out, sampled=sampled)
+    trace, held = read_trace(path), read_recordings(out, sampled=sampled)
     how = replace(
         wanted(trace, sources), seed=int((trace.meta.get("sampling") or {}).get("seed", 0))
     )
     stamp, todo = {STAMP: stamp_of(trace)}, {}
     for key, also in keys.items():
-        real, module, found = real_of(key), modules.get(key), kept.get(key)
+        real, module, found = real_of(key), modules.get(key), held.get(key)
         provenance = {**stamp, **real.provenance(module, modules), **also}
         if found is not None and found.meta.get(STAMP) == stamp[STAMP]:
             how = real.extended(how, found)
@@ -240,7 +207,13 @@ def record(
             write_recordings({key: again}, out)
         elif differ or not real.fits(found, module, how):
             todo[key] = provenance
-    say_recording(todo, trace, keys)
+    if todo:
+        kept = [name for name in keys if name not in todo]
+        outputs = "" if trace.sampling.greedy else " sampled outputs of"
+        note(
+            f"recording {', '.join(todo)} along{outputs} {counted(len(trace.requests), 'prompt')}"
+            + (f"; kept: {', '.join(kept)}" if kept else "")
+        )
     with progress_bar() as progress:
         task = progress.add_task("recording sources", total=len(todo) * len(trace.requests))
         for key, provenance in todo.items():
@@ -303,11 +276,18 @@ def measure_drafters(
 
 def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:
     """Measure the sources of a run folder again; its recordings are kept."""
+    from traces.sources.base import Source
     from traces.sources.found import read_recordings
+    from traces.sources.registry import SOURCES
+    from traces.sources.starts.parallel import OnFeatures
     from traces.store.files import read_trace
 
     recordings = read_recordings(out)
-    drafters = load_drafters(pair, recorded_drafters(recordings))
+    kinds = {key: SOURCES.get(key.partition(".")[0], Source) for key in recordings}
+    drafters = load_drafters(pair, [
+        kind(str(recordings[key].meta["model"])).for_decoding(recordings)
+        for key, kind in kinds.items() if issubclass(kind, OnFeatures)
+    ])  # fmt: skip
     measure_drafters(pair, out, drafters, repeats=repeats, again=drafters)
     if len(recordings) > len(drafters):
         modules = modules_of(pair, info, out)
@@ -388,15 +368,3 @@ def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:
     ours = set(zip(found["model"], found["phase"], strict=True))
     keep = [key not in ours for key in zip(table.cells["model"], table.cells["phase"], strict=True)]
     return LatencyTable(pd.concat([table.cells[keep], found], ignore_index=True), table.meta)
-
-
-def say_recording(what: Collection[str], trace: Trace, asked: Iterable[str] = ()) -> None:
-    """Say, before it is done, what is recorded along `trace`, and what of `asked` is kept."""
-    if not what:
-        return
-    kept = [name for name in asked if name not in what]
-    outputs = "" if trace.sampling.greedy else " sampled outputs of"
-    rest = f"; kept: {', '.join(kept)}" if kept else ""
-    note(
-        f"recording {', '.join(what)} along{outputs} {counted(len(trace.requests), 'prompt')}{rest}"
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
-
-FILE = "tokenizer.json"
-"""File of a model's folder with its tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ def simulate(
     method. With const: latencies, searching text costs nothing.
     """
     from simulator import predict
-    from simulator.phases import phase_rows
+    from simulator.phases import Phase, phase_rows
     from simulator.summary import price_all
     from simulator.whatif.ranking import Ranking, lossless
     from traces.replay.calls import drafting_always
@@ -133,7 +130,10 @@ def simulate(
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
 
-    phases = load_phases(phase or ())
+    phases = [Phase.parse(text) for text in phase or ()]
+    names = [one.name for one in phases]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise DraftsimError(f"--phase {twice}=... is given twice: name each phase once")
     if phases and (rounds is not None or robustness):
         raise DraftsimError("--phase needs a replay: drop --rounds and --robustness")
     if tokenizer is not None and not phases:
@@ -220,12 +220,12 @@ def simulate(
             raise DraftsimError("--plots compares policies with the draft model: name some")
         # Lossy ones are drawn where they were asked for.
         own = {log.policy for log in more} if by_name else {*asked.ruled}
-        drawn = save_all(
+        paths, left_out = save_all(
             recorded, table, compared.ranking.logs, plots, texts=policy, title=recording.said,
             systems=[log for log in more if lossless(log.verify) or log.policy in own],
         )  # fmt: skip
-        say_drawn(drawn.paths)
-        for line in drawn.left_out:
+        say_drawn(paths)
+        for line in left_out:
             note(line)
 
 
@@ -300,9 +300,8 @@ def _emit(
 ) -> None:  # fmt: skip
     """Print or write the rows, and say what was read outside the measured cells, or not at all.
 
-    ``by_name``: True if the policies were named one by one.  ``of``: the recording, its models
-    and device.  ``by_phase``: the rows by phase, if phases were named.  ``gains``: True to print
-    the gain over another row than no speculation.
+    ``by_name``: the policies were named one by one.  ``of``: the recording, its models and device.
+    ``by_phase``: rows by phase, if any were named.  ``gains``: print gains over another row, too.
     """
     from commands.simulate.table import (
         headline,
@@ -338,17 +337,6 @@ def _emit(
         note(line)
 
 
-def load_phases(texts: Sequence[str]) -> list[Phase]:
-    """Return the phases that ``NAME=BEGIN..END`` texts describe; DraftsimError for a wrong one."""
-    from simulator.phases import Phase
-
-    phases = [Phase.parse(text) for text in texts]
-    names = [phase.name for phase in phases]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise DraftsimError(f"--phase {twice}=... is given twice: name each phase once")
-    return phases
-
-
 def phases_in(
     trace: Trace, phases: Sequence[Phase], tokenizer: Path | None
 ) -> npt.NDArray[np.int64]:
@@ -376,9 +364,11 @@ def token_text(folder: Path | None, trace: Trace) -> Callable[[int], str] | None
     """
     if folder is None:
         return None
-    path = folder / FILE if folder.is_dir() else folder
+    path = folder / "tokenizer.json" if folder.is_dir() else folder
     if not path.is_file():
-        raise DraftsimError(f"--tokenizer {folder}: holds no {FILE}: name the target's folder")
+        raise DraftsimError(
+            f"--tokenizer {folder}: holds no tokenizer.json: name the target's folder"
+        )
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -391,11 +381,4 @@ def token_text(folder: Path | None, trace: Trace) -> Callable[[int], str] | None
             f"--tokenizer {folder}: has {size} tokens and the recording's target {known}: name "
             "the target's own"
         )
-    texts: dict[int, str] = {}
-
-    def text(token: int) -> str:
-        if token not in texts:
-            texts[token] = tokenizer.decode([token], skip_special_tokens=False)
-        return texts[token]
-
-    return text
+    return cache(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))

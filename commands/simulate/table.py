@@ -6,19 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from commands.common.printed import (
-    GAP,
-    NAME,
-    blocks,
-    coloured,
-    drawn,
-    in_lines,
-    longest,
-    print_alike,
-    printable,
-    table_console,
-    without_alike,
-)
+from commands.common import printed
 from commands.common.written import Shown
 from policies.registry import PLAIN, is_bound
 from simulator.whatif.ranking import BEST_FIXED, are_bounds, lossless, winner
@@ -91,14 +79,14 @@ def print_ranked(
     rows: Sequence[Row], by_name: bool = False, recording: str = "", gains: bool = False
 ) -> None:
     """Print the sentence (`headline`), the tables (`ranked_tables`), and what their marks mean."""
-    console = table_console()
+    console = printed.table_console()
     if said := headline(over_all(rows), recording):
-        console.print(printable(said))
+        console.print(printed.printable(said))
     for table in ranked_tables(rows, by_name, gains):
         _print(console, table)
     console.print()
     for line in _footnotes(rows):
-        console.print(printable(line))
+        console.print(printed.printable(line))
 
 
 def ranked_tables(
@@ -227,27 +215,30 @@ def _row_name(row: Row) -> str:
 def _print(console: Any, table: Shown) -> None:
     from rich.text import Text
 
-    columns, alike = without_alike(table.rows, [str(name) for name in table.show or ()])
+    columns, alike = printed.without_alike(table.rows, [str(name) for name in table.show or ()])
     looks = [_look(row) for row in table.rows]
     keys = list(takewhile(lambda name: name in WORDS, columns))
     console.print()
-    for width in (NAME, NARROW):
+    texts = {
+        name: [printed.printable(str(row.get(name, "-"))) for row in table.rows] for name in columns
+    }
+    for width in (printed.NAME, NARROW):
         shown = {
-            name: [_cell(name, str(row.get(name, "-")), width) for row in table.rows]
-            for name in columns
-        }  # fmt: skip
+            name: [printed.in_lines(text, width) for text in cells] if name in WORDS else cells
+            for name, cells in texts.items()
+        }
         # A heading asks for no more room than its words.
-        needed = {name: max(map(longest, [*cells, name])) for name, cells in shown.items()}
-        parts = blocks(needed, keys, console.width + GAP)
+        needed = {name: max(map(printed.longest, [*cells, name])) for name, cells in shown.items()}
+        parts = printed.blocks(needed, keys, console.width + printed.GAP)
         if len(parts) == 1 or "verify" not in columns:
             break
     for i, names in enumerate(parts):
-        console.print(drawn(
+        console.print(printed.drawn(
             {name: shown[name] for name in names}, {*names} - {*WORDS}, needed=needed,
             styles={"speedup": looks}, title_justify="left", title_style="",
-            title=None if i else Text(printable(table.title or ""), style="bold"),
+            title=None if i else Text(printed.printable(table.title or ""), style="bold"),
         ))  # fmt: skip
-    print_alike(alike, console)
+    printed.print_alike(alike, console)
 
 
 def _look(row: Mapping[str, str]) -> str:
@@ -255,14 +246,7 @@ def _look(row: Mapping[str, str]) -> str:
     low, dash, high = row.get("95%", "").partition("-")
     if not (dash and low and high) or row.get("speedup", "").startswith("\u2265"):
         return ""
-    return coloured(float(low), float(high))
-
-
-def _cell(name: str, text: str, width: int) -> str:
-    """Return `text` as the column `name` shows it, names on lines of `width`; they are
-    anybody's.
-    """
-    return in_lines(printable(text), width) if name in WORDS else printable(text)
+    return printed.coloured(float(low), float(high))
 
 
 WORDS = ("policy", "rule", "verify", "category", "fastest")

@@ -51,9 +51,15 @@ class BatchRuns(RealRuns):
 
         super().__init__(given, forced=forced)
         self.logs = []
-        trace, latency = self.trace, self.latency
+        trace, latency, cells = self.trace, self.latency, self.latency.cells
         self.batches = batch_sizes("--batch", batch)
-        _check_measured(latency, self.batches)
+        measured = cells.query("model == 'target' and phase == 'forward'")["batch"]
+        if not latency.is_constant and max(self.batches) > (largest := int(measured.max())):
+            raise DraftsimError(
+                f"--batch {max(self.batches)} is beyond the largest batch measured, {largest}: "
+                "measure it with `draftsim profile latency --batch "
+                f"{','.join(map(str, sorted({1, *self.batches})))}`"
+            )
         names = given.policy or as_recorded(BATCH_ARMS, trace)
         self.policies = load_serving_policies(names, trace, latency, "static", say=note)
         if not given.policy:
@@ -137,9 +143,9 @@ def fastest_by_batch(
     """Return the policies predicted fastest at a size, but for those `known`; a note names them."""
     from simulator.chosen import load_serving_policies
     from simulator.serving.study import predict_groups
-    from simulator.whatif.ladder import GAMMAS
+    from simulator.whatif.ranking import fixed_lengths
 
-    lengths = [f"fixed:gamma={g}" for g in GAMMAS if g <= (trace.max_gamma or g)]
+    lengths = fixed_lengths(trace.max_gamma)
     every = load_serving_policies([*lengths, "all"], trace, latency, "static", say=note)
     predicted, _ = predict_groups(trace, latency, every, batches)
     seconds = predicted.groupby(["batch", "policy"])["predicted_s"].sum().unstack("policy")
@@ -184,13 +190,3 @@ def requests_differ(real: RoundLog, simulated: pd.DataFrame, skipped: Collection
     sums["rounds"] = rounds.groupby("request").size().reindex(simulated.index, fill_value=0)
     own = simulated[[*COUNTED, "rounds"]]
     return int((sums[own.columns].to_numpy() != own.to_numpy()).any(axis=1).sum())
-
-
-def _check_measured(latency: LatencyTable, batches: list[int]) -> None:
-    cells = latency.cells
-    own = cells[(cells["model"] == "target") & (cells["phase"] == "forward")]
-    if not latency.is_constant and max(batches) > (largest := int(own["batch"].max())):
-        raise DraftsimError(
-            f"--batch {max(batches)} is beyond the largest batch measured, {largest}: measure it "
-            f"with `draftsim profile latency --batch {','.join(map(str, sorted({1, *batches})))}`"
-        )

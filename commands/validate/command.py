@@ -11,13 +11,7 @@ from typing import Annotated
 
 import typer
 
-from commands.common.options import (
-    MemoryOption,
-    PolicyOption,
-    SourceOption,
-    TrustOption,
-    VerifyOption,
-)
+from commands.common import options
 from commands.common.output import JsonOption, OutOption, emit, placed, remark
 from commands.common.quiet import columns_shown
 from commands.engine.options import CheckedEngine
@@ -46,7 +40,7 @@ class CheckedRun:
     """The options of every check that runs something."""
 
     run: Annotated[Path, typer.Option(metavar="RUN", help="Run folder of `draftsim profile`.")]
-    policy: PolicyOption = None
+    policy: options.PolicyOption = None
     repeats: Annotated[int, typer.Option(min=1, help="Real runs of every policy and prompt.")] = 3
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None
     out: OutOption = None
@@ -57,7 +51,7 @@ class CheckedRun:
 class CheckedPair(CheckedRun):
     """The options of every check that decodes with the pair of a run folder."""
 
-    trust_remote_code: TrustOption = False
+    trust_remote_code: options.TrustOption = False
 
     def methods(self, verify: str | None = None) -> tuple[Sequence[str] | None, str | None, bool]:
         """Return the policies, their rule, and True if some have a draft source of their own."""
@@ -128,9 +122,7 @@ def run(
 
 
 def sources(
-    asked: CheckedPair,
-    source: SourceOption = None,
-    remeasure: RemeasureOption = False,
+    asked: CheckedPair, source: options.SourceOption = None, remeasure: RemeasureOption = False
 ) -> None:
     """Run policies for real with another draft source, and compare with what was predicted.
 
@@ -180,8 +172,8 @@ def batch(
 
 def lossy(
     asked: CheckedPair,
-    verify: VerifyOption = None,
-    memory: MemoryOption = None,
+    verify: options.VerifyOption = None,
+    memory: options.MemoryOption = None,
     sampled: SampledOption = False,
 ) -> None:
     """Run policies for real under a lossy rule; tell the bias of the replay, and the quality.
@@ -206,7 +198,7 @@ def lossy(
 def engine(
     asked: CheckedRun,
     served: CheckedEngine,
-    source: SourceOption = None,
+    source: options.SourceOption = None,
     remeasure: RemeasureOption = False,
 ) -> None:
     """Serve the same requests in a real engine and in the simulator, and compare.
@@ -249,8 +241,7 @@ def recorded(
         ),
     ],
     markdown: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", callback=placed, help="The tables, as Markdown."),
+        Path | None, typer.Option(metavar="FILE", callback=placed, help="The tables, as Markdown.")
     ] = None,
     out: OutOption = None,
     json: JsonOption = None,

@@ -14,16 +14,7 @@ from commands.common.drafted import load_recording
 from commands.common.output import note
 from commands.common.progress import working
 from commands.common.quiet import say_texts
-from commands.engine import apart
-from commands.engine.check import (
-    arms,
-    check_key,
-    compare_loads,
-    engine_options,
-    grid_of,
-    predicted,
-    scenarios_in,
-)
+from commands.engine import check
 from commands.engine.options import named_loads
 from traces.errors import DraftsimError, FileError
 from traces.store.files import CHECKED, read_latency, write_latency
@@ -38,8 +29,6 @@ if TYPE_CHECKING:
     from traces.store.checkpoint import Checkpoint
     from traces.store.engine_runs import ServedRun
 
-SLOWER = 1.25
-"""Slowdown of the machine since the latencies were measured from which `say_slower` names it."""
 SERVED = "latency-http.parquet"
 """File of the run folder with the engine's latencies and the server's share."""
 SHOWN = (
@@ -65,15 +54,9 @@ def engine_check(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the rows of `validate engine`, one per load and policy.
 
-    With ``defaults`` an engine with its own settings serves the loads too; with ``synthetic``
-    only the engine's synthetic acceptance is run (`commands.engine.apart`).
-
-    The drafts of `source`, recorded along the trace, decide what is accepted; by default those of
-    the drafter that the engine was measured with.
     With `remeasure` the table is measured once more between the runs, predicts instead of the
-    profile's own, and is kept with it (`CHECKED`).  With ``http`` the engine runs in its HTTP
-    server.  The runs of a stopped check are kept in the run folder; the same call continues with
-    them.  More `repeats` are added to the runs of a finished check.
+    profile's own, and is kept with it (`CHECKED`).  The same call continues with the runs of a
+    stopped check, and adds `repeats` to those of a finished one.
     """
     from profiler.engines.engine import find_engine
     from profiler.engines.loads import SLICE_S
@@ -93,11 +76,11 @@ def engine_check(
     trace = recording.trace
     if limit is not None:
         trace = trace.select(range(min(limit, len(trace.requests))))
-    longest, options = latency.meta["engine"]["longest"], engine_options(latency, trace, kind)
+    longest, options = latency.meta["engine"]["longest"], check.engine_options(latency, trace, kind)
     work = Workload(trace, {}, loads, served.requests, repeats, served.seed)
     if not policies:
-        policies = predicted(latency, work, longest)
-    chosen = arms(policies, trace, longest, latency if not served.http else None)
+        policies = check.predicted(latency, work, longest)
+    chosen = check.runnable(policies, trace, longest, latency if not served.http else None)
     work = replace(work, policies=chosen)
     for load, arrivals in loads.items():
         if (arrivals.concurrency or 0) > options.max_batch:
@@ -107,8 +90,8 @@ def engine_check(
     # Before the engine that is stepped by hand: a GPU holds one of them.
     plain = None
     if served.synthetic is not None or served.defaults:
-        rates = None if served.synthetic is None else apart.chances(served.synthetic)
-        plain = apart.run_apart(kind, options, work, rates)
+        rates = None if served.synthetic is None else check.chances(served.synthetic)
+        plain = check.run_apart(kind, options, work, rates)
         if rates is not None:
             return synthetic_rows(latency, work, plain, rates)
     if served.http:
@@ -116,8 +99,8 @@ def engine_check(
     from profiler.checks.interleaved import unfinished  # loads torch, which an engine has
 
     engine = kind.start(options)
-    grid = grid_of(options, work, latency) if remeasure else None
-    key = check_key(
+    grid = check.grid_of(options, work, latency) if remeasure else None
+    key = check.check_key(
         engine, latency, work, meta=engine.meta, grid=None if grid is None else vars(grid),
         turn_s=SLICE_S,
     )  # fmt: skip
@@ -126,12 +109,12 @@ def engine_check(
         between = None
         if grid is not None:
             between = BetweenTable(engine, grid, work.seed, kept.within("table"))
-        rows = compare_loads(engine, latency, work, between, kept)
+        rows = check.compare_loads(engine, latency, work, between, kept)
         if between is not None:
             write_latency(between.table(), run / CHECKED)
     if plain is not None:
         rows = with_defaults(rows, plain)
-        apart.say_defaults(rows, plain)
+        check.say_defaults(rows, plain)
     return rows
 
 
@@ -164,7 +147,7 @@ def compare_served(
         kind.serve(options, Path(room)) as server,
     ):
         clients = Clients(server, trace, latency.meta["device"])
-        key = check_key(
+        key = check.check_key(
             clients.engine, latency, work, options=vars(options), device=latency.meta["device"],
             **{kind.NAME: version(kind.NAME)},
         )  # fmt: skip
@@ -174,8 +157,12 @@ def compare_served(
             measured, controls = _measured(clients, work, sizes, kept)
             loaded = {key: [one.load for one in runs] for key, runs in measured.items()}
             own = policy_runs(loaded, trace, clients.texts, latency.meta["dtype"])
-            _write_share(with_server(latency, controls), run / SERVED)
-            scenarios = scenarios_in(clients.engine, work)
+            try:
+                write_latency(with_server(latency, controls), run / SERVED)
+                note(f"wrote {run / SERVED}: `draftsim serve --latency` prices the server with it")
+            except FileError as error:
+                note(f"the server's share of the time could not be written: {error}")
+            scenarios = check.scenarios_in(clients.engine, work)
             return served_rows(measured, own, controls, latency, trace, chosen, scenarios)
 
 
@@ -222,23 +209,14 @@ def _measured(
     return measured, controls
 
 
-def _write_share(table: LatencyTable, path: Path) -> None:
-    """Keep the table with the server's share, if the folder takes it."""
-    try:
-        write_latency(table, path)
-        note(f"wrote {path}: `draftsim serve --latency` prices the server with it")
-    except FileError as error:
-        note(f"the server's share of the time could not be written: {error}")
-
-
 def columns_of(served: CheckedEngine, remeasure: bool) -> Sequence[str]:
     """Return the columns that the printed table of a check has."""
     if served.synthetic is not None:
-        return apart.SHOWN_SYNTHETIC
+        return check.SYNTHETIC
     if served.http:
         return SHOWN_HTTP
     again = ("profile_error", "profile_speedup_error") if remeasure else ()
-    return (*SHOWN, *again, *(apart.SHOWN if served.defaults else ()))
+    return (*SHOWN, *again, *(check.WITH_DEFAULTS if served.defaults else ()))
 
 
 def say_checked(served: CheckedEngine, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -248,9 +226,19 @@ def say_checked(served: CheckedEngine, rows: Sequence[Mapping[str, Any]]) -> Non
     if served.synthetic is not None:
         return
     if served.http:
-        say_shares(rows)
+        for load in dict.fromkeys(row["load"] for row in rows):
+            own = [row for row in rows if row["load"] == load]
+            shares, told = ([r[name] for r in own] for name in ("share", "share_predicted"))
+            note(
+                f"{load}: the server and streaming take {min(shares):.1%} to {max(shares):.1%} of "
+                f"the requests' time (predicted {min(told):.1%} to {max(told):.1%})"
+            )
     else:
-        say_kinds(rows)
+        for row in rows:  # each kind of iteration's share of the error
+            parts = ", ".join(
+                f"{k['kind']} {k['error']:+.1%} of {k['measured_s']:.2f} s" for k in row["kinds"]
+            )
+            note(f"{row['load']} {row['policy']}: {parts}")
         say_slower(rows)
     say_texts(rows)
     if (said := noise_said(rows, rows[0]["policy"])) is not None:
@@ -260,29 +248,8 @@ def say_checked(served: CheckedEngine, rows: Sequence[Mapping[str, Any]]) -> Non
 def say_slower(rows: Sequence[Mapping[str, Any]]) -> None:
     """Say so where the latencies were measured on a machine that was much faster."""
     slower = float(np.median([row["machine"] for row in rows]))
-    if "profile_error" not in rows[0] and slower > SLOWER:
+    if "profile_error" not in rows[0] and slower > 1.25:
         note(
             f"the machine was {slower:.1f} times slower than when the engine was measured, so the "
             "errors in seconds are the machine's as well: repeat with --remeasure"
-        )
-
-
-def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print each kind of iteration's share of the error."""
-    for row in rows:
-        parts = ", ".join(
-            f"{k['kind']} {k['error']:+.1%} of {k['measured_s']:.2f} s" for k in row["kinds"]
-        )
-        note(f"{row['load']} {row['policy']}: {parts}")
-
-
-def say_shares(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the server's own time, measured and predicted, by load."""
-    for load in dict.fromkeys(row["load"] for row in rows):
-        own = [row for row in rows if row["load"] == load]
-        low, high = min(r["share"] for r in own), max(r["share"] for r in own)
-        told = [r["share_predicted"] for r in own]
-        note(
-            f"{load}: the server and streaming take {low:.1%} to {high:.1%} of the requests' time "
-            f"(predicted {min(told):.1%} to {max(told):.1%})"
         )

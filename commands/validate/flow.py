@@ -6,7 +6,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -29,12 +28,8 @@ if TYPE_CHECKING:
     from traces.store.checkpoint import Checkpoint
 
 REMEDY = "predict from latencies measured between the runs, with --remeasure"
-SWEEPS = 15
-"""Latency sweeps spread over the real runs, where they are cheap."""
-FEWEST = 3
-"""Where a sweep is dear: a large model's takes minutes."""
-SHARE = 0.5
-"""Share of the real runs' seconds that sweeps may take before there are fewer of them."""
+SWEEPS, FEWEST = 15, 3
+"""Latency sweeps spread over the real runs, where they are cheap, and where one takes minutes."""
 
 
 class Given(NamedTuple):
@@ -56,14 +51,8 @@ class RealRuns(ABC):
 
     The constructor reads the run folder and refuses what cannot be run, before a model is loaded.
     A kind chooses the policies there, and its methods decode and compare.  `rows` goes through it
-    all.
-
-    Parameters
-    ----------
-    sampled:
-        Decode the run's sampled trace.
-    forced:
-        Take drafts and verdicts from the trace.
+    all.  ``sampled`` runs decode the sampled trace, ``forced`` ones take drafts and verdicts from
+    the trace.
     """
 
     name: ClassVar[str]
@@ -94,7 +83,12 @@ class RealRuns(ABC):
         self.info = read_run(given.run, given.trust_remote_code)
         self.whole = read_trace(given.run / ("sampled.parquet" if sampled else "trace.parquet"))
         self.latency = read_latency(given.run / "latency.parquet")
-        check_ids(self.whole)
+        times = Counter(request.id for request in self.whole.requests)
+        if again := [name for name, count in times.items() if count > 1]:
+            raise DraftsimError(
+                f"the trace has {len(again)} ids more than once, as {again[0]!r}, and measured "
+                "times are filed by them: record prompts with ids of their own"
+            )
         self.chosen: Sequence[int] = range(len(self.whole.requests))
         self.trace = self.whole
         if given.limit is not None:
@@ -154,10 +148,10 @@ class RealRuns(ABC):
         """Run, predict and compare; the measured times are kept in the run folder.
 
         The columns are those of `simulator.validation.compare`, and what the kind adds.  With
-        `Given.remeasure` the sweeps over the latencies are spread over the real runs, the rows are
-        predicted from them, and `profile_error` and `profile_speedup_error` are those of the
-        profile's own table.  That second table is kept, too (`traces.store.files.CHECKED`).
+        `Given.remeasure` the rows are predicted from latencies measured between the real runs
+        (`Remeasured`).
         """
+        from profiler.checks.interleaved import check_options, unfinished
         from simulator.pricing import price
         from simulator.validation import compare
         from traces.store.engine_runs import MeasuredRuns, write_measured
@@ -166,14 +160,15 @@ class RealRuns(ABC):
         # A table that cannot price them is refused before any run.
         self.expected = [price(log, self.latency) for log in self.logs]
         self.load()
-        with self._kept() as kept:
+        work = check_options(
+            self.pair, self.trace, self.logs, self.given.repeats, remeasure=remeasure,
+            **self.conditions,
+        )  # fmt: skip
+        with unfinished(run, work, self.total, note, len(self.policies)) as kept:
             again = None
             if remeasure:
                 once_s = sum(p.total_s + float(p.prefill_s.sum()) for p in self.expected)
-                expected_s = self.given.repeats * once_s
-                again = Remeasured(
-                    self.pair, self.total, expected_s, self.trace, kept, self.modules
-                )
+                again = Remeasured(self, self.given.repeats * once_s, kept)
             with progress_bar() as progress:
                 task = progress.add_task("decoding for real", total=self.total)
 
@@ -197,44 +192,22 @@ class RealRuns(ABC):
             write_measured(MeasuredRuns(times, meta), run / self.file)
         return rows
 
-    def _kept(self) -> AbstractContextManager[Checkpoint]:
-        from profiler.checks.interleaved import check_options, unfinished
-
-        work = check_options(
-            self.pair, self.trace, self.logs, self.given.repeats,
-            remeasure=self.given.remeasure, **self.conditions,
-        )  # fmt: skip
-        return unfinished(self.given.run, work, self.total, note, len(self.policies))
-
 
 class Remeasured:
     """Sweeps over the latencies of a pair: the first at once, the others block by block.
 
-    Those come between real runs, as many as are to be had for half of the runs' time.  Whole
-    sweeps are kept with the real runs, so that a stopped check goes on with both; of the sweep
-    under way its blocks are timed again at once.
-
-    Parameters
-    ----------
-    total, expected_s:
-        Steps of real work to come, as fine as possible, and about how long all of it takes.
-    trace:
-        Trace that is decoded: it gives the requests' lengths, and text for lookups.
-    modules:
-        Trained modules of the target: the cells of sources are measured too.
-    kept:
-        Store of the real runs.
+    Those come between the real runs of `check`, as many as are to be had for half of the
+    `expected_s` that these take.  Whole sweeps are `kept` with the real runs, so that a stopped
+    check goes on with both.
     """
 
-    def __init__(
-        self, pair: Pair, total: int, expected_s: float, trace: Trace,
-        kept: Checkpoint, modules: Modules | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, check: RealRuns, expected_s: float, kept: Checkpoint) -> None:
         from commands.profile.sources import timed_layers
         from profiler.latency.table import Grid, sizes_of
         from profiler.profile import LatencyProfile
         from profiler.sources.run import SourceLatency
 
+        pair, trace, modules = check.pair, check.trace, check.modules
         passes = kept.within("passes")
         grid = Grid() if trace.max_gamma is None else Grid().drafting(trace.max_gamma)
         grid = grid.covering(*sizes_of(trace.requests))
@@ -246,7 +219,7 @@ class Remeasured:
             layers = timed_layers(pair, trace.longest, modules)
             own = kept.within("sources")
             self._sources = SourceLatency(layers, modules, trace, checkpoint=own)
-        self._total, self._done = total, 0
+        self._total, self._done = check.total, 0
         if (planned := passes.get("planned")) is None:
             began = time.perf_counter()
             blocks, what = len(self._profile.sweeps.blocks), "measuring latencies before the runs"
@@ -254,7 +227,7 @@ class Remeasured:
                 for done in range(1, blocks + 1):
                     self._sweep_until(done / blocks)
                     say(what, done, blocks)
-            fit = int(SHARE * expected_s / (time.perf_counter() - began))
+            fit = int(0.5 * expected_s / (time.perf_counter() - began))
             planned = {"sweeps": np.array(min(max(fit, FEWEST), SWEEPS))}
             passes.put("planned", planned)
         self._sweeps = int(planned["sweeps"])
@@ -295,16 +268,6 @@ class Remeasured:
         before = compare(expected, times)
         return rows.assign(
             profile_error=before["error"], profile_speedup_error=before["speedup_error"]
-        )
-
-
-def check_ids(trace: Trace) -> None:
-    """Raise DraftsimError if two requests have the same id: measured times are filed by it."""
-    times = Counter(request.id for request in trace.requests)
-    if again := [name for name, count in times.items() if count > 1]:
-        raise DraftsimError(
-            f"the trace has {len(again)} ids more than once, as {again[0]!r}, and measured times "
-            "are filed by them: record prompts with ids of their own"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -33,15 +33,9 @@ def recorded_check(
 ) -> None:
     """Print predicted | measured | error | spread of the recordings, and the bounds kept.
 
-    ``names``: bundled recordings, folders of one, or folders of several.  Nothing is run.
-
-    Folders and batches that cannot be predicted, because a table or cells of it are missing, are
-    named and left out.
-
-    Raises
-    ------
-    DraftsimError
-        If there are no measured runs under a name, or nothing can be predicted.
+    ``names``: bundled recordings, folders of one, or folders of several.  What cannot be predicted
+    is named and left out.  Raises DraftsimError if there are no measured runs under a name, or
+    nothing can be predicted.
     """
     from simulator.validation import verdict
 
@@ -78,8 +72,15 @@ def recorded_check(
         for remark in remarks:
             print(wrapped(printable(remark), WIDEST))
 
+    bounds = [
+        {
+            "recording": name, **one._asdict(), "misranked": len(one.misranked),
+            "wrong_sign": len(one.wrong_sign), "met": one.met,
+        }
+        for name, one in kept.items()
+    ]  # fmt: skip
     more = {
-        "bounds": [_plain(b) for b in kept.items()], "remarks": remarks,
+        "bounds": bounds, "remarks": remarks,
         "skipped": [{"recording": name, "why": why} for name, why in skipped.items()],
     }  # fmt: skip
     emit(
@@ -162,9 +163,3 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
-
-
-def _plain(item: tuple[str, Verdict]) -> dict[str, Any]:
-    name, kept = item
-    counted = {key: len(getattr(kept, key)) for key in ("misranked", "wrong_sign")}
-    return {"recording": name, **kept._asdict(), **counted, "met": kept.met}

@@ -58,12 +58,8 @@ class SpotCheck(RealRuns):
 
     A request whose text diverged from the recorded one is counted in ``texts_diverged``: its rounds
     are compared up to there, and its seconds not at all, under no policy
-    (`profiler.checks.differences`).
-
-    Parameters
-    ----------
-    assisted:
-        Also run transformers' own generation, which a stopped check begins again.
+    (`profiler.checks.differences`).  ``assisted``: also run transformers' own generation, which a
+    stopped check begins again.
     """
 
     name = "measured"
@@ -161,9 +157,7 @@ class SpotCheck(RealRuns):
 
 
 def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
-    """Return the replay of each of transformers' schedules, as far as their drafts were
-    recorded.
-    """
+    """Return the replay of each of transformers' schedules, if their drafts were recorded."""
     from simulator.chosen import load_policies
     from traces.replay.vectorised import replay_many
 

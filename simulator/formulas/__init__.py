@@ -15,13 +15,4 @@ from simulator.formulas import (
     specbound,
 )
 
-__all__ = [
-    "batching",
-    "dsi",
-    "gammatune",
-    "general",
-    "leviathan",
-    "magicdec",
-    "pearl",
-    "specbound",
-]
+__all__ = ["batching", "dsi", "gammatune", "general", "leviathan", "magicdec", "pearl", "specbound"]

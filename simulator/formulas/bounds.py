@@ -16,9 +16,7 @@ def require(name: str, value: float, low: float, high: float = math.inf) -> floa
 
 
 def geometric_sum(alpha: float, terms: float) -> float:
-    """Return (1 - alpha**terms) / (1 - alpha), accurate up to and at alpha = 1; terms may be
-    real.
-    """
+    """Return (1 - alpha**terms) / (1 - alpha), accurate up to and at alpha = 1, for real terms."""
     require("alpha", alpha, 0, 1)
     require("terms", terms, 0)
     if terms == 1:

@@ -16,9 +16,7 @@ def cost_ratio(target_s: float, draft_s: float) -> float:
 
 
 def steps(tokens: int, proportion: float, gamma: float) -> float:
-    """Return the rounds needed for `tokens`: each emits proportion * gamma accepted drafts and one
-    more.
-    """
+    """Return the rounds for `tokens`: each emits proportion * gamma drafts and one more."""
     require("proportion", proportion, 0, 1)
     return tokens / (proportion * require("gamma", gamma, 0) + 1)
 

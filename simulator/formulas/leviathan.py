@@ -64,10 +64,7 @@ def break_even_alpha(gamma: int, c: float, verify: float = 1.0) -> float:
 
     ``verify`` is T_verify / T_target.  Solves E[Y] = gamma c + verify.
 
-    Raises
-    ------
-    DraftsimError
-        If even alpha = 1 gives no speedup, or alpha = 0 already does.
+    Raises DraftsimError if even alpha = 1 gives no speedup, or alpha = 0 already does.
     """
     require("gamma", gamma, 1)
     cost = gamma * require("c", c, 0) + require("verify", verify, 0)

@@ -90,8 +90,7 @@ def _plain_model(name: str, device: str, left: frozenset[PublishedRun]) -> Roofl
 
 @lru_cache(maxsize=64)
 def outside_launches(without: str = "") -> float:
-    """Return the number of launches outside of the layers, in layers' worth, of a host that
-    launches every kernel.
+    """Return launches outside of layers, in layers' worth, of a host that launches each kernel.
 
     Embedding, positions, masks, the last norm, the output projection, choosing a token.  Fitted
     to the eager studies but the one called `without`, each with layers of its own speed, where
@@ -102,7 +101,8 @@ def outside_launches(without: str = "") -> float:
     studies = [s for s in STUDIES if s.mode == "eager" and s.name != without]
     groups = [
         [(SHAPES[r.model].layers, r.seconds) for r in s.runs
-         if r.weights == PLAIN and _roof_s(r) <= r.seconds / 2]
+         if r.weights == PLAIN and Roofline(DEVICES[r.device]).roof_s(
+             SHAPES[r.model], 1, r.new_tokens, r.context) <= r.seconds / 2]
         for s in studies
     ]  # fmt: skip
 
@@ -115,21 +115,6 @@ def outside_launches(without: str = "") -> float:
     start = [1.0, *(np.log(1e-3) for _ in groups)]
     low = [0.0, *(-np.inf for _ in groups)]
     return float(least_squares(misses, start, bounds=(low, np.inf)).x[0])
-
-
-def _roof_s(run: PublishedRun) -> float:
-    shape = SHAPES[run.model]
-    return float(Roofline(DEVICES[run.device]).roof_s(shape, 1, run.new_tokens, run.context))
-
-
-def unpacking(form: WeightFormat, mode: Mode, left: Left = ()) -> Unpacking:
-    """Return the cost of passes over a format beyond its bytes, from published runs but `left`.
-
-    In graphs, formats that the same kernels read are fitted together.  In eager mode each format is
-    fitted by itself, because the number of launches differs.  A format without published runs costs
-    only its bytes.
-    """
-    return _unpacking(form, mode, left) if form.quantised else Unpacking()
 
 
 def evidence_for(form: WeightFormat, mode: Mode) -> list[tuple[PublishedStudy, PublishedRun]]:
@@ -147,14 +132,24 @@ def _same(one: WeightFormat, other: WeightFormat, mode: Mode) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _unpacking(form: WeightFormat, mode: Mode, left: Left) -> Unpacking:
+def unpacking(form: WeightFormat, mode: Mode, left: Left = ()) -> Unpacking:
+    """Return the cost of passes over a format beyond its bytes, from published runs but `left`.
+
+    In graphs, formats that the same kernels read are fitted together.  In eager mode each format is
+    fitted by itself, because the number of launches differs.  A format without published runs costs
+    only its bytes.
+    """
     from scipy.optimize import nnls
 
     rows = [(s, r) for s, r in evidence_for(form, mode) if (s.name, r) not in left]
-    if not rows:
+    if not (rows and form.quantised):
         return Unpacking()
     if mode == "eager":
-        extra = [_more_launches(study, run, left) for study, run in rows]
+        extra = []
+        for study, run in rows:
+            model = plain_model(study, run.device, left)
+            launches = run.seconds / model.layer_s - model.outside
+            extra.append(launches / SHAPES[run.model].layers - 1)
         return Unpacking(launches=max(-0.5, float(np.median(extra))))
     columns, gaps = zip(*(_beyond_bytes(study, run, left) for study, run in rows), strict=True)
     scale = np.array([[1.0 / run.seconds] for _, run in rows])
@@ -162,12 +157,6 @@ def _unpacking(form: WeightFormat, mode: Mode, left: Left) -> Unpacking:
     layer_s, weight_ops, token_ops, tile_ops = map(float, found)
     alone = ALONE if form.kernels == "llama.cpp" else None
     return Unpacking(layer_s, 0.0, weight_ops, token_ops, alone, tile_ops)
-
-
-def _more_launches(study: PublishedStudy, run: PublishedRun, left: Left) -> float:
-    model = plain_model(study, run.device, left)
-    layers = SHAPES[run.model].layers
-    return (run.seconds / model.layer_s - model.outside) / layers - 1
 
 
 def _beyond_bytes(
@@ -221,13 +210,17 @@ class Predicted(NamedTuple):
 @cache
 def predictions(mode: Mode) -> tuple[Predicted, ...]:
     """Return every published run of a mode that can be predicted from others."""
-    return tuple(row for study in STUDIES if study.mode == mode for row in _of(study))
+    return tuple(
+        row
+        for study in STUDIES if study.mode == mode
+        for run in study.runs
+        for row in _predicted(study, run, *_left(study, run))
+    )  # fmt: skip
 
 
 @cache
 def by_library() -> tuple[Predicted, ...]:
-    """Return runs of a format that other studies read with another library, from this library's
-    alone.
+    """Return runs of a format that others read with another library, from this library's alone.
 
     The library decides which kernels run for a quantised matrix, so runs of another library say
     little.  These are the errors if the server's library is known; `predictions` assume that it is
@@ -235,21 +228,17 @@ def by_library() -> tuple[Predicted, ...]:
     """
     found: list[Predicted] = []
     for study in (s for s in STUDIES if s.libraries):
-        own = dict(study.libraries)
+        own = study.libraries
         for run in (r for r in study.runs if r.weights in own):
             rows = evidence_for(FORMATS[run.weights], study.mode)
-            others = [(s.name, r) for s, r in rows if dict(s.libraries).get(r.weights)
-                      != own[run.weights]]  # fmt: skip
+            others = [
+                (s.name, r) for s, r in rows if s.libraries.get(r.weights) != own[run.weights]
+            ]
             mine = [r for r in study.runs if r.weights != PLAIN and r.model == run.model]
             if others and any(s is study and r not in mine for s, r in rows):
                 left = (*others, *_names(study, mine))
                 found += _predicted(study, run, left, f"{OWN}, unpacking from {LIBRARY}")
     return tuple(found)
-
-
-def _of(study: PublishedStudy) -> Iterator[Predicted]:
-    for run in study.runs:
-        yield from _predicted(study, run, *_left(study, run))
 
 
 def _predicted(
@@ -319,9 +308,7 @@ def ratio_errors(mode: Mode, quantised: bool) -> list[float]:
 
 
 def width_errors(quantised: bool) -> list[float]:
-    """Return relative errors of what more tokens make of a pass, by published runs over 1, 2,
-    ...
-    """
+    """Return relative errors of what more tokens make of a pass, by published runs."""
     rows = [r for r in predictions("graph") if FORMATS[r.run.weights].quantised == quantised]
     one = {_series(r): r.error for r in rows if r.run.new_tokens == 1}
     if not quantised:  # the run over one token is given, and met

@@ -120,10 +120,8 @@ class Roofline:
     def fitted(self, observed: Sequence[Observation], free: Sequence[str] = FREE) -> Roofline:
         """Return the parameters in `free` fitted to relative errors, the others as they are.
 
-        Raises
-        ------
-        DraftsimError
-            If there are fewer observations than free parameters, or a name is unknown.
+        Raises DraftsimError if there are fewer observations than free parameters, or a name is
+        unknown.
         """
         from scipy.optimize import least_squares
 

@@ -81,12 +81,9 @@ def scaling_error(note: Mapping[str, Any]) -> str:
 def fit_table(latency: LatencyTable, shapes: Mapping[str, ModelShape]) -> tuple[Roofline, float]:
     """Return the cost model of the device measured, and its median relative error on the passes.
 
-    Raises
-    ------
-    DraftsimError
-        If the device or the shapes are not known, the passes ran in float32 (data sheets
-        give the rates of bf16), there are too few of them, or the fit misses them by more
-        than `MOST_ERROR`.
+    Raises DraftsimError if the device or the shapes are not known, the passes ran in float32 (data
+    sheets give the rates of bf16), there are too few of them, or the fit misses them by more than
+    `MOST_ERROR`.
     """
     home = home_device(latency)
     if latency.meta.get("dtype") == "float32":
@@ -108,28 +105,21 @@ def fit_table(latency: LatencyTable, shapes: Mapping[str, ModelShape]) -> tuple[
 
 
 def carry_over(
-    latency: LatencyTable,
-    to: Device,
-    *,
-    weights: Mapping[str, WeightFormat] | None = None,
+    latency: LatencyTable, to: Device, *, weights: Mapping[str, WeightFormat] | None = None
 ) -> LatencyTable:
-    """Return `latency` as it would be on `to`: every cell times the ratio of the fitted model
-    there.
+    """Return `latency` as it would be on `to`: every cell times the fitted model's ratio there.
 
     Only the ratio comes from the model, so a cell keeps what the model does not explain.  Host
     phases do not change.  The result is marked ``scaled``, with the fit, its error for the measured
     cells, and its error for published figures of other devices, which is the one to expect.
 
+    Raises DraftsimError if the table cannot be fitted (see `fit_table`), it knows no model of that
+    role, or the models' weights are larger than the memory of `to`.
+
     Parameters
     ----------
     weights:
         Format of the weights on `to`, by role; by default as measured.
-
-    Raises
-    ------
-    DraftsimError
-        If the table cannot be fitted (see `fit_table`), it knows no model of that role, or the
-        models' weights are larger than the memory of `to`.
     """
     known = table_shapes(latency)
     fit, error = fit_table(latency, known)
@@ -164,7 +154,8 @@ def carry_over(
         bits = (there[role].head_bytes or shape.weight_bytes) / shape.weight_bytes
         cells.loc[heads, ["median_s", "spread_s"]] *= bits * home.bandwidth / to.bandwidth
     quantised = any(form.quantised for form in asked.values())
-    against, within = published_error(fit, quantised), reaches(fit.mode, quantised)
+    against = published_error(fit, quantised)
+    draft_within, verify_within = reaches(fit.mode, quantised)
     note = {
         "from": home.name, "to": to.name, "mode": fit.mode, "fixed_s": fit.fixed_s,
         "layer_s": fit.layer_s, "memory_share": fit.memory_share,
@@ -172,7 +163,7 @@ def carry_over(
         "published_median": against.median, "published_worst": against.worst,
         "published_figures": against.figures, "published_devices": list(against.devices),
         "weights": {role: form.name for role, form in asked.items()},
-        "draft_within": within.draft, "verify_within": within.verify, "within_level": LEVEL,
+        "draft_within": draft_within, "verify_within": verify_within, "within_level": LEVEL,
     }  # fmt: skip
     return LatencyTable(cells, {**latency.meta, "device": to.name, "scaled": note})
 
@@ -186,15 +177,6 @@ CALIBRATE = (
 DRAFTING = ("forward", "catch_up", "settling", "head")
 
 
-class Reach(NamedTuple):
-    """Factors that a cost relative to the target's own step may be off by."""
-
-    draft: float
-    """A draft model's passes."""
-    verify: float
-    """A pass over several tokens."""
-
-
 class TableBounds(NamedTuple):
     """A latency table with every cost at its upper, and at its lower bound."""
 
@@ -202,17 +184,17 @@ class TableBounds(NamedTuple):
     cheap: LatencyTable
 
 
-def reaches(mode: Mode, quantised: bool) -> Reach:
-    """Return the factors that follow from the model's errors (`simulator.hardware.record`)."""
-    return Reach(reach(ratio_errors(mode, quantised), LEVEL), reach(width_errors(quantised), LEVEL))
+def reaches(mode: Mode, quantised: bool) -> tuple[float, float]:
+    """Return the factors that drafts, and wide passes, over the target's step may be off by."""
+    return reach(ratio_errors(mode, quantised), LEVEL), reach(width_errors(quantised), LEVEL)
 
 
-def reach_of(latency: LatencyTable) -> Reach | None:
-    """Return the factors of an extrapolated table; None for a measured one."""
+def reach_of(latency: LatencyTable) -> tuple[float, float] | None:
+    """Return the `reaches` of an extrapolated table; None for a measured one."""
     note = latency.meta.get("scaled")
     if not isinstance(note, Mapping) or "draft_within" not in note:
         return None
-    return Reach(float(note["draft_within"]), float(note["verify_within"]))
+    return float(note["draft_within"]), float(note["verify_within"])
 
 
 def bounds_of(latency: LatencyTable) -> TableBounds | None:
@@ -226,7 +208,7 @@ def bounds_of(latency: LatencyTable) -> TableBounds | None:
     if (found := _bounds.get(latency)) is not None:
         return found
     if (how := reach_of(latency)) is not None:
-        cheap = _shaded(latency, 1 / how.draft, 1 / how.verify)
+        cheap = _shaded(latency, 1 / how[0], 1 / how[1])
         found = TableBounds(_shaded(latency, *how), cheap)
     elif (alone := operators_alone(latency)) is not None:
         found = TableBounds(latency, _uncovered(latency, alone))
@@ -268,8 +250,8 @@ def interval_words(latency: LatencyTable) -> str:
     if how is None:
         return ""
     return (
-        f"by its record, {LEVEL:.0%} of the time a draft pass is within a factor {how.draft:.2f} "
-        f"and a verification within {how.verify:.2f}, relative to the target's step"
+        f"by its record, {LEVEL:.0%} of the time a draft pass is within a factor {how[0]:.2f} "
+        f"and a verification within {how[1]:.2f}, relative to the target's step"
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from simulator.papers.ours import (
-    EXPERIMENT,
     REPLAYED,
     MethodOutcome,
     Ours,
     Row,
+    experiment,
     method_outcome,
     quality_note,
 )
@@ -17,28 +19,18 @@ from simulator.published import CMASD_3, CMASD_5
 from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, serve
 from simulator.summary import degenerate
 from traces.errors import DraftsimError
-from traces.sources.methods import (
-    CMASD_ABLATION,
-    FIXED_TAUS,
-    MEAN_TAU,
-    METHODS,
-    Method,
-    build,
-    resolved,
-)
+from traces.sources import methods
 
-CMASD_ROWS = dict(zip(CMASD_ABLATION, CMASD_3.cells, strict=True))
+CMASD_ROWS = dict(zip(methods.CMASD_ABLATION, CMASD_3.cells, strict=True))
 """Our names of CM-ASD's variants, and the table's."""
 FULL = "cm-asd"
 WINDOWS = {"cm-asd-fixed-threshold": FULL, "cm-asd-no-confidence": "cm-asd-fixed-window"}
 """Variants of a fixed threshold, and those with the same window and the adaptive one."""
-SPEED_NOTE = "speed over greedy decoding without speculation, not beam 5"
-TOK_NOTE = "Tok counts accepted drafts, without the token that the target adds to them"
 
 
-def at_tau(chosen: Method, tau: float) -> Method:
+def at_tau(chosen: methods.Method, tau: float) -> methods.Method:
     """Return a variant of fixed threshold at another one than the equal mean."""
-    return chosen._replace(rule=chosen.rule.replace(MEAN_TAU, f"{tau:g}"))
+    return chosen._replace(rule=chosen.rule.replace(methods.MEAN_TAU, f"{tau:g}"))
 
 
 def cmasd_rows(ours: Ours) -> list[Row]:
@@ -47,13 +39,13 @@ def cmasd_rows(ours: Ours) -> list[Row]:
     Where the threshold is fixed, its row is at the mean of the adaptive one, and `FIXED_TAUS`
     give two more: how an ablation ends follows from the threshold that it is given.
     """
-    found = {name: method_outcome(ours, chosen) for name, chosen in CMASD_ABLATION.items()}
+    found = {name: method_outcome(ours, chosen) for name, chosen in methods.CMASD_ABLATION.items()}
 
     def compared(rival: str, fixed: MethodOutcome) -> str:
         # A replay is held against a replay: along the recorded text both err alike.
         adaptive = found[rival]
         if fixed.quality is None and adaptive.quality is not None:
-            adaptive = method_outcome(replace(ours, runs=()), CMASD_ABLATION[rival])
+            adaptive = method_outcome(replace(ours, runs=()), methods.CMASD_ABLATION[rival])
         return comparison(adaptive, fixed)
 
     shown: list[tuple[MethodOutcome, str, str, str, bool]] = []
@@ -61,11 +53,11 @@ def cmasd_rows(ours: Ours) -> list[Row]:
         if name not in WINDOWS:
             shown.append((found[name], name, label, "", True))
             continue
-        chosen, rival = CMASD_ABLATION[name], WINDOWS[name]
-        tau = resolved(chosen, ours.trace).rule.rpartition("=")[2]
+        chosen, rival = methods.CMASD_ABLATION[name], WINDOWS[name]
+        tau = methods.resolved(chosen, ours.trace).rule.rpartition("=")[2]
         said = f"tau = {tau}, the mean of tau_t; {compared(rival, found[name])}"
         shown.append((found[name], name, label, said, True))
-        for value, why in FIXED_TAUS.items():
+        for value, why in methods.FIXED_TAUS.items():
             at = method_outcome(ours, at_tau(chosen, value))
             said = f"tau = {value:g}, {why}; {compared(rival, at)}"
             shown.append((at, name, f"{label}, tau = {value:g}", said, False))
@@ -85,8 +77,9 @@ def comparison(adaptive: MethodOutcome, fixed: MethodOutcome) -> str:
         more = f"accepts {'more' if theirs > ours else 'less'}"
     text = f"a fixed threshold {more}: {theirs:.2f} against {ours:.2f} drafts a round"
     if adaptive.quality is not None and fixed.quality is not None:
-        mine, other = -adaptive.quality.agreement, -fixed.quality.agreement
-        text = f"{text}, {-other:.0%} against {-mine:.0%} of tokens as greedy"
+        mine, other = adaptive.quality.agreement, fixed.quality.agreement
+        text = f"{text}, {other:.0%} against {mine:.0%} of tokens as greedy"
+        mine, other = -mine, -other
     else:
         mine, other = adaptive.mismatched_share, fixed.mismatched_share
         text = f"{text}, of them {other:.0%} against {mine:.0%} not the target's choice"
@@ -98,14 +91,21 @@ def comparison(adaptive: MethodOutcome, fixed: MethodOutcome) -> str:
 
 def _rows(found: MethodOutcome, name: str, label: str, said: str, published: bool) -> list[Row]:
     drafted = found.log.source != "none" and bool(found.log.rounds["drafted"].any())
-    plain = "plain decoding drafts nothing: the table's 1 is the token that every step emits"
     values: dict[str, tuple[float | None, str]] = {
-        "Tok": (found.accepted_per_round, _join(said, TOK_NOTE)) if drafted else (1.0, plain),
-        "Speed": (found.speedup, SPEED_NOTE),
-        "td_ms": (found.drafting_ms if drafted else None, ""),
+        "Tok": (1.0, "plain decoding drafts nothing: the table's 1 is the token that every step "
+                "emits"),
+        "Speed": (found.speedup, "speed over greedy decoding without speculation, not beam 5"),
+        "td_ms": (None, ""),
         "emitted per round": (found.tokens_per_round, ""),
-        "rollback rate": (found.rollback_rate if drafted else None, ROLLBACK),
-    }
+    }  # fmt: skip
+    if drafted:
+        counts = "Tok counts accepted drafts, without the token that the target adds to them"
+        values["Tok"] = found.accepted_per_round, _join(said, counts)
+        values["td_ms"] = 1e3 * float(np.mean(found.priced.draft_s)), ""
+        values["rollback rate"] = (
+            found.rollback_rate, "share of rounds of which drafts were thrown away; the paper's "
+            "text alone speaks of it",
+        )  # fmt: skip
     rows = []
     for column, (value, more) in values.items():
         known = published and column in CMASD_3.columns
@@ -113,21 +113,15 @@ def _rows(found: MethodOutcome, name: str, label: str, said: str, published: boo
         if value is None and printed is None:
             continue
         text = _join(found.how, more)
-        rows.append(Row(CMASD_3.name, label, column, printed, value, EXPERIMENT, text))
+        rows.append(experiment(CMASD_3.name, label, column, value, text, printed))
     if drafted and found.quality is not None:
-        own = name == FULL and published
-        rows.append(
-            Row(
-                CMASD_5.name, "CM-ASD" if own else label, "relative BLEU",
-                CMASD_5.value("CM-ASD", "relative BLEU") if own else None,
-                found.quality.relative_bleu, EXPERIMENT,
-                _join(found.how, quality_note(found.quality), said),
-            )
-        )  # fmt: skip
+        printed = None
+        if name == FULL and published:
+            label, printed = "CM-ASD", CMASD_5.value("CM-ASD", "relative BLEU")
+        note = _join(found.how, quality_note(found.quality), said)
+        bleu = found.quality.relative_bleu
+        rows.append(experiment(CMASD_5.name, label, "relative BLEU", bleu, note, printed))
     return rows
-
-
-ROLLBACK = "share of rounds of which drafts were thrown away; the paper's text alone speaks of it"
 
 
 def _join(*parts: str) -> str:
@@ -136,8 +130,9 @@ def _join(*parts: str) -> str:
 
 FIGURE_2 = "CM-ASD Figure 2"
 SERVED = {
-    "plain decoding": CMASD_ABLATION["transformer-base"], "fixed window": METHODS["specdecode"],
-    "GammaTune": METHODS["gammatune"], "CM-ASD": METHODS["cm-asd"],
+    "plain decoding": methods.CMASD_ABLATION["transformer-base"],
+    "fixed window": methods.METHODS["specdecode"], "GammaTune": methods.METHODS["gammatune"],
+    "CM-ASD": methods.METHODS["cm-asd"],
 }  # fmt: skip
 """Policies that are served: the figure's own points are a drawing."""
 LARGEST = 32
@@ -159,7 +154,7 @@ def batch_rows(ours: Ours) -> list[Row]:
     batches = sorted({int(b) for b in mine["batch"] if b <= LARGEST})
     rows: list[Row] = []
     for name, chosen in SERVED.items():
-        policy, rule = build(chosen, ours.trace)
+        policy, rule = methods.build(chosen, ours.trace)
         how = "exact replay" if rule.lossless else REPLAYED
         for batch in batches:
             requests = max(len(ours.trace.requests), 4 * batch)
@@ -172,7 +167,7 @@ def batch_rows(ours: Ours) -> list[Row]:
                 "ms a token": 1e3 * float(row["tpot_s"]["mean"]),
             }
             rows += [
-                Row(FIGURE_2, f"{name}, batch {batch}", column, None, value, EXPERIMENT, note)
+                experiment(FIGURE_2, f"{name}, batch {batch}", column, value, note)
                 for column, value in values.items()
             ]
     return rows

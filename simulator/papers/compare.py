@@ -8,21 +8,14 @@ from functools import partial
 from policies.lengths.gammatune import GammaTune
 from simulator import published
 from simulator.executors import results_of
+from simulator.papers import specbound
 from simulator.papers.cmasd import FIGURE_2, at_tau, batch_rows, cmasd_rows
 from simulator.papers.csd import TRAINING_SHARE, csd_rows, csd_rule
 from simulator.papers.gammatune import gammatune_rows
-from simulator.papers.ours import EXPERIMENT, Ours, Row, missing, outcome
+from simulator.papers.ours import Ours, Row, experiment, missing, outcome
 from simulator.papers.quantities import SPECBOUND, quantity_rows
 from simulator.papers.settings import TABLE as SETTINGS_TABLE
 from simulator.papers.settings import setting_rows
-from simulator.papers.specbound import (
-    FIGURE_4,
-    distribution_rows,
-    early_exit_rows,
-    order_rows,
-    sampling_rows,
-    system_rows,
-)
 from simulator.published import SPECBOUND_1, TABLES, TASKS, PaperTable
 from traces.errors import DraftsimError, SignalError
 from traces.sources.methods import CMASD_ABLATION, FIXED_TAUS, MEAN_TAU
@@ -34,7 +27,7 @@ SPECBOUND_CELLS = PaperTable(
      for (model, method), line in SPECBOUND_1.items()},
 )  # fmt: skip
 QUANTITIES = "same quantities"
-LONGEST = (SPECBOUND, FIGURE_4, QUANTITIES, published.CSD_ABLATION.name)
+LONGEST = (SPECBOUND, specbound.FIGURE_4, QUANTITIES, published.CSD_ABLATION.name)
 """Parts that take as long as all others, in that order: suffix decoding, a search, the optimiser
 that fits are loaded with, rules that remember."""
 SETTINGS = 100
@@ -56,9 +49,9 @@ def side_by_side(
         published.CMASD_3.name: cmasd_rows,
         FIGURE_2: batch_rows,
         published.CSD_ABLATION.name: csd_rows,
-        SPECBOUND: _systems,
-        published.SPECBOUND_2.name: sampling_rows,
-        FIGURE_4: early_exit_rows,
+        SPECBOUND: specbound.system_rows,
+        published.SPECBOUND_2.name: specbound.sampling_rows,
+        specbound.FIGURE_4: specbound.early_exit_rows,
         SETTINGS_TABLE: setting_rows,
     }
 
@@ -66,12 +59,13 @@ def side_by_side(
         try:
             return experiments[name](ours)
         except DraftsimError as error:
-            return [Row(name, "our pair", "all", None, None, EXPERIMENT, str(error))]
+            return [experiment(name, "our pair", "all", None, str(error))]
 
     names = [*LONGEST, *(name for name in experiments if name not in LONGEST)]
     tokens = ours.trace.tokens * SETTINGS
     parts = [partial(rows_of, name) for name in names]
     found = dict(zip(names, results_of(parts, tokens, progress=progress), strict=True))
+    found[SPECBOUND] += specbound.order_rows(found[SPECBOUND])
     done = [row for name in experiments for row in found[name]]
     if not any(row.table == published.SPECBOUND_5.name for row in done):
         done += _draft_model_distribution(ours)
@@ -81,21 +75,15 @@ def side_by_side(
     return sorted(done, key=lambda row: (row.table.split()[0], order.get(row.table, -1)))
 
 
-def _systems(ours: Ours) -> list[Row]:
-    rows = system_rows(ours)
-    return rows + order_rows(rows)
-
-
 def _draft_model_distribution(ours: Ours) -> list[Row]:
     gamma = min(ours.trace.max_gamma or 24, 24)
     try:
         log = outcome(ours, GammaTune(gamma=min(4, gamma), gamma_max=gamma)).log
-        return distribution_rows(
+        return specbound.distribution_rows(
             log, ours, "GammaTune with a draft model: no early exits were recorded"
         )
     except SignalError as error:
-        name = published.SPECBOUND_5.name
-        return [Row(name, "our pair", "percent", None, None, EXPERIMENT, str(error))]
+        return [experiment(published.SPECBOUND_5.name, "our pair", "percent", None, str(error))]
 
 
 REAL_RUNS: tuple[tuple[str, str, float | None], ...] = (

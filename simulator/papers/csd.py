@@ -15,7 +15,7 @@ from policies.core import DraftPolicy
 from policies.registry import describe
 from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory, Pair
-from simulator.papers.ours import EXPERIMENT, MethodOutcome, Ours, Row, method_outcome
+from simulator.papers.ours import MethodOutcome, Ours, Row, experiment, method_outcome
 from simulator.published import CSD_ABLATION, CSD_GAINS, CSD_MAIN, CSD_PATTERNS
 from simulator.summary import HARDLY_VERIFIES, accepted_mismatches, degenerate
 from traces.acceptance.trace import Trace
@@ -31,7 +31,7 @@ CSD_ROWS = {
     "csd-scg": "SD + SCG only", "csd": "CSD (OCM + SCG)", "lossy-sd": "Lossy SD (global tau)",
 }  # fmt: skip
 CALIBRATED = ("csd-ocm", "csd-scg", "csd")
-"""The arms that have a threshold to calibrate."""
+"""The variants that have a threshold to calibrate."""
 TRAINING_SHARE = 0.5
 """Prompts of each category that calibrate CSD's memory; the others are decoded."""
 CSD_LAMBDA = 1
@@ -46,33 +46,27 @@ def csd_rule(chosen: Method) -> str:
     return f"{chosen.rule}:threshold={CSD_LAMBDA}" if learns else chosen.rule
 
 
-def csd_window(trace: Trace) -> DraftPolicy:
-    """Return the length policy of all of CSD's arms."""
-    return build(Method("", CSD_WINDOW, "exact", ""), trace)[0]
-
-
 def csd_rows(ours: Ours) -> list[Row]:
-    """Return CSD's ablation on the prompts that neither its memory nor its thresholds were fitted
-    to.
+    """Return CSD's ablation on prompts that neither its memory nor its thresholds were fitted to.
 
-    First at our lambda and the paper's tau, then the arms with a threshold again at those that
+    First at our lambda and the paper's tau, then the variants with a threshold again at those that
     `Rejections` calibrates on the other prompts, so that memory and gate both say no.
     """
     train, rest = split_requests(ours.trace, TRAINING_SHARE)
     if not rest:
         raise SignalError("one prompt a category leaves none to decode: record more prompts")
-    window = csd_window(ours.trace)
+    window, _ = build(Method("", CSD_WINDOW, "exact", ""), ours.trace)
     training, shown = ours.trace.select(train), ours.trace.select(rest)
     memory = calibrated(training, window)
     fitted, seen = (Rejections.of(part, window) for part in (training, shown))
     lam, tau = fitted.median_lambda(), fitted.median_tau()
     said = f"memory of {len(memory)} pairs from {len(train)} other prompts, lambda"
-    arms, notes = {}, {}
+    found, notes = {}, {}
     for name, chosen in CSD_METHODS.items():
         rule = csd_rule(chosen)
-        arms[name] = _outcome(ours, chosen, rule, shown, memory)
+        found[name] = _outcome(ours, chosen, rule, shown, memory)
         notes[name] = f"{said} {CSD_LAMBDA}" if rule != chosen.rule else ""
-    rows = _rows(arms, CSD_ROWS, notes, arms["csd-specdecode"], published=True)
+    rows = _rows(found, CSD_ROWS, notes, found["csd-specdecode"], published=True)
     again, notes = {}, {}
     for name in CALIBRATED:
         chosen = CSD_METHODS[name]
@@ -85,27 +79,21 @@ def csd_rows(ours: Ours) -> list[Row]:
     for name in notes:
         notes[name] += compared(again)
     labels = {name: f"{CSD_ROWS[name]}, calibrated" for name in CALIBRATED}
-    rows += _rows(again, labels, notes, arms["csd-specdecode"], published=False)
+    rows += _rows(again, labels, notes, found["csd-specdecode"], published=False)
     rescues = replay(shown, window, Rescues(threshold=lam, tau=tau, memory=memory)).rule
     assert isinstance(rescues, Rescues)
     return [
-        *rows, *threshold_rows(TABLE, seen, memory, (CSD_LAMBDA, lam), tau),
+        *rows, *threshold_rows(seen, memory, (CSD_LAMBDA, lam), tau),
         *pattern_rows(fitted + seen, fitted.top(), rescues.rescued),
     ]  # fmt: skip
 
 
-def compared(arms: Mapping[str, MethodOutcome]) -> str:
+def compared(found: Mapping[str, MethodOutcome]) -> str:
     """Return the verdict of an ablation of memory and gate, in shares of the judged mismatches."""
-    memory, gate, both = (accepted_mismatches(arms[name].log) or 0.0 for name in CALIBRATED)
+    memory, gate, both = (accepted_mismatches(found[name].log) or 0.0 for name in CALIBRATED)
     text = f"the memory alone accepts {memory:.0%} of mismatches, the gate alone {gate:.0%}"
     each = both < min(memory, gate)
     return f"{text}, both {both:.0%}: {'each' if each else 'not each'} of them takes some away"
-
-
-def accuracy(found: MethodOutcome) -> float | None:
-    """Return percent of the prompts with a number for an answer that a real run solved."""
-    seen = found.quality
-    return 100 * seen.solved / seen.scored if seen and seen.scored else None
 
 
 def _outcome(
@@ -116,20 +104,20 @@ def _outcome(
 
 
 def _rows(
-    arms: Mapping[str, MethodOutcome], labels: Mapping[str, str], notes: Mapping[str, str],
+    found: Mapping[str, MethodOutcome], labels: Mapping[str, str], notes: Mapping[str, str],
     base: MethodOutcome, published: bool,
 ) -> list[Row]:  # fmt: skip
-    marks = degenerate([arm.log for arm in arms.values()])
+    marks = degenerate([one.log for one in found.values()])
     rows: list[Row] = []
-    for (name, mine), mark in zip(arms.items(), marks, strict=True):
+    for (name, mine), mark in zip(found.items(), marks, strict=True):
         label = labels[name]
         known = published and label in CSD_ABLATION.cells
         main = {"csd": "CSD", "csd-specdecode": "SpecDecode"}.get(name) if published else None
-        stood = accepted_mismatches(mine.log)
+        stood, seen, rounds = accepted_mismatches(mine.log), mine.quality, mine.log.rounds
         values: dict[str, tuple[float | None, float | None]] = {
             "MATH500_AR": (
                 CSD_ABLATION.value(label, "MATH500_AR") if known else None,
-                100 * mine.acceptance_rate,
+                100 * float(rounds["accepted"].sum() / rounds["drafted"].sum()),
             ),
             "speedup": (CSD_MAIN.value(MAIN, main) if main else None, mine.speedup),
             "gain over SpecDecode, percent": (
@@ -137,16 +125,16 @@ def _rows(
                 None if mine is base else 100 * (mine.speedup / base.speedup - 1),
             ),
             "mismatches accepted, percent": (None, None if stood is None else 100 * stood),
-            "token agreement": (None, mine.quality.agreement if mine.quality else None),
+            "token agreement": (None, seen.agreement if seen else None),
             "MATH500_Acc": (
                 CSD_ABLATION.value(label, "MATH500_Acc") if known else None,
-                accuracy(mine),
+                100 * seen.solved / seen.scored if seen and seen.scored else None,
             ),
         }
-        score = mine.quality.score if mine.quality else ""
-        note = "; ".join(part for part in (mine.how, notes.get(name), score) if part)
+        parts = (mine.how, notes.get(name), seen.score if seen else "")
+        note = "; ".join(part for part in parts if part)
         rows += [
-            Row(TABLE, label, column, paper, value, EXPERIMENT, note, mark)
+            experiment(TABLE, label, column, value, note, paper, mark)
             for column, (paper, value) in values.items()
             if value is not None
         ]
@@ -179,9 +167,7 @@ class Rejections:
         return Rejections([*self.pairs, *other.pairs], np.concatenate([self.gaps, other.gaps]))
 
     def top(self) -> set[Pair]:
-        """Return the most frequent `TOP` of the patterns, rounded up; ties as they were met
-        first.
-        """
+        """Return the most frequent `TOP` of the patterns, rounded up; of ties the first met."""
         counts = Counter(self.pairs)
         most = counts.most_common(math.ceil(TOP * len(counts)))
         return {pair for pair, _ in most}
@@ -200,9 +186,7 @@ class Rejections:
         return float((self.gaps >= math.log(tau)).mean())
 
     def median_lambda(self) -> int:
-        """Return the largest lambda at which the memory still holds half of the rejections, or
-        0.
-        """
+        """Return the largest lambda, or 0, at which the memory still holds half of rejections."""
         lam = 0
         while self.held(lam + 1) >= 0.5:
             lam += 1
@@ -214,7 +198,7 @@ class Rejections:
 
 
 def threshold_rows(
-    table: str, seen: Rejections, memory: OnlineCorrectionMemory, lambdas: Sequence[int], tau: float
+    seen: Rejections, memory: OnlineCorrectionMemory, lambdas: Sequence[int], tau: float
 ) -> list[Row]:
     """Return how often memory and gate accept on the rounds shown, not on those fitted.
 
@@ -223,15 +207,14 @@ def threshold_rows(
     low, mid, high = np.percentile(seen.gaps, [10, 50, 90])
     gate = f"log ratio at rejections: 10% below {low:.2f}, half below {mid:.2f}, 90% {high:.2f}"
     counts = sorted((n for _, n in memory.items()), reverse=True)
-    held = f"the most frequent pair was counted {counts[0]} times, half of them {_median(counts)}"
-    rows = []
-    for value in dict.fromkeys((PAPER_TAU, tau)):
-        share = seen.passed(value)
-        rows.append(_row(table, f"gate at tau = {value:g}", "passed", share, gate))
-    for lam in dict.fromkeys((PAPER_LAMBDA, *lambdas)):
-        share = seen.held(lam, memory)
-        rows.append(_row(table, f"memory at lambda = {lam}", "held", share, held))
-    return rows
+    held = f"the most frequent pair was counted {counts[0]} times, half of them "
+    held += f"{float(np.median(counts)):g} or fewer"
+    return [
+        *(_row(f"gate at tau = {value:g}", "passed", seen.passed(value), gate)
+          for value in dict.fromkeys((PAPER_TAU, tau))),
+        *(_row(f"memory at lambda = {lam}", "held", seen.held(lam, memory), held)
+          for lam in dict.fromkeys((PAPER_LAMBDA, *lambdas))),
+    ]  # fmt: skip
 
 
 def pattern_rows(whole: Rejections, frequent: set[Pair], rescued: Sequence[Pair]) -> list[Row]:
@@ -240,37 +223,26 @@ def pattern_rows(whole: Rejections, frequent: set[Pair], rescued: Sequence[Pair]
     ``frequent`` are those of the prompts that `rescued` is not from.
     """
     top = whole.top()
-    share = float(np.mean([pair in top for pair in whole.pairs]))
-    patterns = len(set(whole.pairs))
-    column, label = CSD_PATTERNS.columns[0], next(iter(CSD_PATTERNS.cells))
-    note = f"{len(whole.pairs)} rejections of {patterns} patterns, over all prompts"
-    rows = [
-        Row(
-            CSD_PATTERNS.name, label, column, CSD_PATTERNS.value(label, column), 100 * share,
-            EXPERIMENT, note,
-        )
-    ]  # fmt: skip
+    share = 100 * float(np.mean([pair in top for pair in whole.pairs]))
+    table, [column], [label] = CSD_PATTERNS.name, CSD_PATTERNS.columns, CSD_PATTERNS.cells
+    note = f"{len(whole.pairs)} rejections of {len(set(whole.pairs))} patterns, over all prompts"
+    first = experiment(table, label, column, share, note, CSD_PATTERNS.value(label, column))
     column = "rescues, percent"
     if not rescued:
-        none = Row(CSD_PATTERNS.name, label, column, None, None, EXPERIMENT, "nothing was rescued")
-        return [*rows, none._replace(mark="never fires on this pair")]
-    share = float(np.mean([pair in frequent for pair in rescued]))
+        never = "never fires on this pair"
+        return [first, experiment(table, label, column, None, "nothing was rescued", mark=never)]
+    share = 100 * float(np.mean([pair in frequent for pair in rescued]))
     note = f"{len(rescued)} rescues by the calibrated CSD; frequent on the other prompts"
-    return [*rows, Row(CSD_PATTERNS.name, label, column, None, 100 * share, EXPERIMENT, note)]
+    return [first, experiment(table, label, column, share, note)]
 
 
-def _row(table: str, label: str, what: str, share: float, note: str) -> Row:
+def _row(label: str, what: str, share: float, note: str) -> Row:
     mark = ""
     if share == 0:
         mark = "never fires on this pair"
     elif share > HARDLY_VERIFIES:
         mark = f"says yes to {share:.0%}: hardly a test on this pair"
-    column = f"rejections {what}, percent"
-    return Row(table, label, column, None, 100 * share, EXPERIMENT, note, mark)
-
-
-def _median(counts: Sequence[int]) -> str:
-    return f"{float(np.median(counts)):g} or fewer"
+    return experiment(TABLE, label, f"rejections {what}, percent", 100 * share, note, mark=mark)
 
 
 class Rescues(CSD):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simulator.papers.ours import EXPERIMENT, Ours, Row
+from simulator.papers.ours import Ours, Row, experiment
 from simulator.published import GAMMATUNE_2
 from simulator.robustness import (
     STARTING,
@@ -37,32 +37,27 @@ def gammatune_rows(ours: Ours) -> list[Row]:
     """
     families = gammatune_families(ours.trace)
     [seconds] = seconds_at_each(ours.trace, families.made, [ours.latency], families.gammas)
-    return [*_table_2(seconds, families.gammas), *_by_gamma(seconds), *_by_category(seconds, ours)]
+    note = f"speedup over no speculation; {NOT_AT_HAND}"
+    by_gamma = [
+        experiment(APPENDIX, f"initial gamma {gamma}", name, speedup, note)
+        for name, gamma, speedup in seconds.speedups().itertuples(index=False)
+    ]
+    return [*_table_2(seconds, families.gammas), *by_gamma, *_by_category(seconds, ours)]
 
 
 def _table_2(seconds: GammaSeconds, gammas: Sequence[int]) -> list[Row]:
     speedups = seconds.speedups()
     frame = robustness(speedups, REFERENCE).set_index("policy").astype(float)
     plain = speedups.groupby("policy")["speedup"].mean()
-    rows = []
-    for name in GAMMATUNE_2.cells:
-        note = f"over {len(gammas)} initial gammas; {plain[name]:.2f}x no speculation"
-        for column, of_paper in (("mean", "average_mean"), ("sd", "average_sd")):
-            rows.append(
-                Row(
-                    GAMMATUNE_2.name, name, of_paper, GAMMATUNE_2.value(name, of_paper),
-                    dict(frame[column])[name], EXPERIMENT, note,
-                )
-            )  # fmt: skip
-    return rows
-
-
-def _by_gamma(seconds: GammaSeconds) -> list[Row]:
-    note = f"speedup over no speculation; {NOT_AT_HAND}"
     return [
-        Row(APPENDIX, f"initial gamma {gamma}", name, None, speedup, EXPERIMENT, note)
-        for name, gamma, speedup in seconds.speedups().itertuples(index=False)
-    ]
+        experiment(
+            GAMMATUNE_2.name, name, of_paper, dict(frame[column])[name],
+            f"over {len(gammas)} initial gammas; {plain[name]:.2f}x no speculation",
+            GAMMATUNE_2.value(name, of_paper),
+        )
+        for name in GAMMATUNE_2.cells
+        for column, of_paper in (("mean", "average_mean"), ("sd", "average_sd"))
+    ]  # fmt: skip
 
 
 def _by_category(seconds: GammaSeconds, ours: Ours) -> list[Row]:
@@ -75,7 +70,7 @@ def _by_category(seconds: GammaSeconds, ours: Ours) -> list[Row]:
             continue  # every output of it ended with its first token
         frame = robustness(seconds.speedups(mine), REFERENCE).set_index("policy")["mean"]
         rows += [
-            Row(APPENDIX, category, str(name), None, float(mean), EXPERIMENT, note)
+            experiment(APPENDIX, category, str(name), float(mean), note)
             for name, mean in frame.items()
         ]
     return rows

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from policies.core import DraftPolicy
 from policies.registry import describe
 from policies.rules.base import VerifyRule
@@ -58,16 +56,15 @@ def missing(table: PaperTable, done: list[Row]) -> list[Row]:
     ]
 
 
+def experiment(
+    table: str, row: str, column: str, ours: float | None, note: str = "",
+    published: float | None = None, mark: str = "",
+) -> Row:  # fmt: skip
+    """Return a cell of the papers' experiment on our pair; some have no published number."""
+    return Row(table, row, column, published, ours, EXPERIMENT, note, mark)
+
+
 REAL, REPLAYED = "decoded for real under the rule", "replayed along the recorded text: approximate"
-UNJUDGED = "judging time not included: these latencies were measured without it"
-
-
-@dataclass(frozen=True, eq=False)
-class Sampled:
-    """Sampled outputs, and the early exits recorded along them."""
-
-    trace: Trace
-    recordings: Recordings
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +77,8 @@ class Ours:
     """Real runs under lossy rules, preferred to a replay."""
     recordings: Recordings = field(default_factory=dict)
     """Early exits and the like."""
-    sampled: Sequence[Sampled] = ()
-    """The pair's recordings along sampled outputs, at most one of each `Sampling`."""
+    sampled: Sequence[tuple[Trace, Recordings]] = ()
+    """Sampled outputs of the pair and their early exits, at most one of each `Sampling`."""
     profile: str = "draftsim profile"
     """The command that records the same pair on the same prompts, as far as is known."""
     _plain: dict[tuple[Any, ...], Priced] = field(default_factory=dict, init=False)
@@ -138,19 +135,9 @@ class MethodOutcome:
         return wrong / max(int(self.log.rounds["accepted"].sum()), 1)
 
     @property
-    def acceptance_rate(self) -> float:
-        """Accepted over drafted."""
-        return float(self.log.rounds["accepted"].sum() / self.log.rounds["drafted"].sum())
-
-    @property
     def speedup(self) -> float:
         """Speedup: seconds per token of plain decoding over its own."""
         return self.plain_s / self.priced.total_s
-
-    @property
-    def drafting_ms(self) -> float:
-        """Milliseconds of draft passes per round."""
-        return 1e3 * float(np.mean(self.priced.draft_s))
 
 
 def outcome(
@@ -163,13 +150,17 @@ def outcome(
     """
     trace = ours.trace if trace is None else trace
     lossy = rule is not None and not rule.lossless
-    if rule is not None and lossy:
-        run = find_run(ours.runs, policy, rule, trace)
-        if run is not None:
-            found = quality(run.outputs, ours.trace)
-            return _outcome(REAL, run.log, ours, found)
-    [log] = replay_many(trace, [(describe(policy), policy)], rule=rule)
-    return _outcome(REPLAYED if lossy else f"replayed: {log.fidelity}", log, ours)
+    run = find_run(ours.runs, policy, rule, trace) if rule is not None and lossy else None
+    if run is not None:
+        log, how = run.log, REAL
+    else:
+        [log] = replay_many(trace, [(describe(policy), policy)], rule=rule)
+        how = REPLAYED if lossy else f"replayed: {log.fidelity}"
+    priced = price(log, ours.latency)
+    if priced.left_out:
+        how += "; judging time not included: these latencies were measured without it"
+    found = None if run is None else quality(run.outputs, ours.trace)
+    return MethodOutcome(priced, ours.plain(log).total_s, how, found)
 
 
 def method_outcome(
@@ -190,9 +181,3 @@ def quality_note(seen: Quality) -> str:
         f"{seen.log_likelihood:.2f} nats a token, greedy {seen.reference_log_likelihood:.2f}"
     )
     return f"{said}; {seen.score}" if seen.score else said
-
-
-def _outcome(how: str, log: RoundLog, ours: Ours, found: Quality | None = None) -> MethodOutcome:
-    priced = price(log, ours.latency)
-    said = f"{how}; {UNJUDGED}" if priced.left_out else how
-    return MethodOutcome(priced, ours.plain(log).total_s, said, found)

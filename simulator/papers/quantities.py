@@ -24,9 +24,7 @@ PASS_BAND = 0.10
 """Largest |residual| of a cell that counts as reproduced."""
 OUTLIER = ("Codellama-13B-Instruct", "RAG")
 """The cell whose cost per round is out of line with its model's others."""
-
-OVERALL = "Overall (of its tasks)"
-"""Column of the overall values printed in Tables 2 and 4, next to our own experiments."""
+MODELS = [model for model, method in SPECBOUND_1 if method == "SpecBound"]
 PAIRS = {
     "vicuna-13b + 160m": ("lmsys/vicuna-13b-v1.5", "double7/vicuna-160m"),
     "vicuna-7b + 68m": ("lmsys/vicuna-7b-v1.5", "double7/vicuna-68m"),
@@ -45,26 +43,22 @@ def quantity_rows() -> list[Row]:
 
 
 def specbound_cells() -> list[Row]:
-    """Return rows of eq. 5 with one fitted depth fraction per model, gamma = CR, against the 24 SD
-    cells.
-    """
+    """Return the 24 SD cells by eq. 5 with one fitted depth fraction per model and gamma = CR."""
     rows, inside = [], 0
-    for model in _models():
+    for model in MODELS:
         line = SPECBOUND_1[model, "SpecBound"]
         fit = _fit([model], wasted=0.0, outlier=False)
         ours = specbound.speedup_from_compression(line.compression, line.compression, fit.depth)
-        for task, published, value in zip(TASKS, line.speedup, ours, strict=True):
-            residual = float(value) / published - 1
-            inside += abs(residual) <= PASS_BAND
-            verdict = "within" if abs(residual) <= PASS_BAND else "outside"
-            rows.append(
-                Row(
-                    SPECBOUND, f"{model} SpecBound", f"{task} SD", published, float(value),
-                    QUANTITY,
-                    f"eq. 5, gamma = CR, depth fraction {fit.depth:.3f}: residual {residual:+.1%}, "
-                    f"{verdict} {PASS_BAND:.0%}",
-                )
-            )  # fmt: skip
+        for task, published, value in zip(TASKS, line.speedup, ours.tolist(), strict=True):
+            residual = value / published - 1
+            good = abs(residual) <= PASS_BAND
+            inside += good
+            note = (
+                f"eq. 5, gamma = CR, depth fraction {fit.depth:.3f}: residual {residual:+.1%}, "
+                f"{'within' if good else 'outside'} {PASS_BAND:.0%}"
+            )
+            label, column = f"{model} SpecBound", f"{task} SD"
+            rows.append(Row(SPECBOUND, label, column, published, value, QUANTITY, note))
     share = Row(
         SPECBOUND, "SpecBound, all models", f"cells within {PASS_BAND:.0%} of eq. 5", None,
         float(inside), QUANTITY, f"of {len(rows)}",
@@ -73,28 +67,22 @@ def specbound_cells() -> list[Row]:
 
 
 def specbound_fits() -> list[Row]:
-    """Return depth fractions that eq. 5 needs, per model and pooled, for no or one wasted
-    position.
-    """
+    """Return depth fractions that eq. 5 needs, for no or one wasted position."""
     fits = [
         (wasted, label, name, models, False)
         for wasted, label in ((0.0, "gamma = CR"), (1.0, "gamma = CR + 1"))
-        for name, models in (*((m, [m]) for m in _models()), ("all models", _models()))
+        for name, models in (*((m, [m]) for m in MODELS), ("all models", MODELS))
     ]
-    fits.append((0.0, "gamma = CR, all 24", "all models", _models(), True))
+    fits.append((0.0, "gamma = CR, all 24", "all models", MODELS, True))
     rows = []
     for wasted, label, name, models, outlier in fits:
         fit = _fit(models, wasted, outlier)
         said = ", without the RAG outlier" if OUTLIER[0] in models else ""
         if outlier:
             said = ": one depth for all models does not reproduce the table"
-        rows.append(
-            Row(
-                SPECBOUND, f"{name} SpecBound", f"depth fraction, {label}", None, fit.depth,
-                QUANTITY,
-                f"RMSE {fit.rmse:.3f}, mean error {fit.mape:.1%}, R2 {fit.r_squared:.2f}{said}",
-            )
-        )  # fmt: skip
+        note = f"RMSE {fit.rmse:.3f}, mean error {fit.mape:.1%}, R2 {fit.r_squared:.2f}{said}"
+        column = f"depth fraction, {label}"
+        rows.append(Row(SPECBOUND, f"{name} SpecBound", column, None, fit.depth, QUANTITY, note))
     return rows
 
 
@@ -125,17 +113,14 @@ def specbound_ratios() -> list[Row]:
     for table in (SPECBOUND_2, SPECBOUND_4):
         for name, values in table.cells.items():
             *tasks, overall = (v for v in values if v is not None)
-            mean = float(np.mean(tasks))
-            rows.append(
-                Row(table.name, name, OVERALL, overall, mean, QUANTITY, "mean of the six tasks")
-            )
+            mean, column = float(np.mean(tasks)), "Overall (of its tasks)"  # not our experiments
+            note = "mean of the six tasks"
+            rows.append(Row(table.name, name, column, overall, mean, QUANTITY, note))
     return rows
 
 
 def gammatune_costs() -> list[Row]:
-    """Return rows of eq. 6 from the latencies of Table 1: cost ratio, break-even, and the limit of
-    speedup.
-    """
+    """Return cost ratio, break-even and limit of the speedup by eq. 6 from Table 1's latencies."""
     rows = []
     for name, (target, draft) in PAIRS.items():
         times = (GAMMATUNE_1.number(m, "ms per token") for m in (target, draft))
@@ -153,9 +138,7 @@ def gammatune_costs() -> list[Row]:
 
 
 def gammatune_means() -> list[Row]:
-    """Return the table 2's average columns from its pairs: means, and root mean squares of the
-    sds.
-    """
+    """Return Table 2's averages from its pairs: means, and root mean squares of the sds."""
     rows = []
     for method, values in GAMMATUNE_2.cells.items():
         numbers = np.array(values, dtype=float)
@@ -205,19 +188,12 @@ def csd_gains() -> list[Row]:
     return rows
 
 
-def _models() -> list[str]:
-    return [model for model, method in SPECBOUND_1 if method == "SpecBound"]
-
-
 def _fit(models: list[str], wasted: float, outlier: bool) -> specbound.DepthFit:
     cells = [
         (rate, speed)
-        for model in models
-        for task, rate, speed in zip(
-            TASKS, SPECBOUND_1[model, "SpecBound"].compression,
-            SPECBOUND_1[model, "SpecBound"].speedup, strict=True,
-        )
-        if outlier or (model, task) != OUTLIER
-    ]  # fmt: skip
+        for line in ((model, *SPECBOUND_1[model, "SpecBound"][:2]) for model in models)
+        for task, rate, speed in zip(TASKS, *line[1:], strict=True)
+        if outlier or (line[0], task) != OUTLIER
+    ]
     rates, speeds = zip(*cells, strict=True)
     return specbound.fit_depth(rates, speeds, wasted)

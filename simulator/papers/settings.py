@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from policies.lengths.gammatune import GammaTune
 from simulator.bootstrap import interval, ratio, resamples
 from simulator.formulas import general, leviathan
 from simulator.papers.gammatune import REFERENCE, gammatune_families
-from simulator.papers.ours import EXPERIMENT, Ours, Row, method_outcome
+from simulator.papers.ours import Ours, Row, experiment, method_outcome
 from simulator.papers.specbound import FITTED_SHARE, SettingReplays, search
 from simulator.pricing import autoregressive, price
 from simulator.published import CMASD_1, GAMMATUNE_1, GAMMATUNE_2, SPECBOUND_1, SPECBOUND_3
@@ -37,42 +36,26 @@ from traces.store.operators import at_depths
 from traces.store.recordings import BUNDLED, find_latency, find_trace
 
 TABLE = "Papers' settings, composed"
-AGREES = 0.1
-"""Published numbers within this share of ours are said to agree."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 CMASD_BATCH = 16
-RESAMPLES = 2000
-"""Bootstrap resamples over prompts."""
 CURVE = (1, 4, 16, 64)
 """Batch sizes at which every pair is priced."""
 EAGER = "published in eager transformers, ours in CUDA graphs"
 OTHER_PAIR = "acceptance is the recording's, of another pair"
 
 
-class PaperPair(NamedTuple):
-    """A target and draft of GammaTune's tables, on its H100."""
-
-    label: str
-    latency: str
-    target: str
-    draft: str
-    column: str
-    note: str = ""
-
-
 GAMMATUNE_PAIRS = (
-    PaperPair("Vicuna-7B + 68M, H100", "h100/vicuna-7b+vicuna-68m", "lmsys/vicuna-7b-v1.5",
-         "double7/vicuna-68m", "vicuna7b_68m_mean", EAGER),
-    PaperPair("Vicuna-13B + 160M, H100", "h100/vicuna-13b+vicuna-160m", "lmsys/vicuna-13b-v1.5",
-         "double7/vicuna-160m", "vicuna13b_160m_mean", EAGER),
-    PaperPair("Llama-3.1-70B + 8B, four H100", "h100/llama-3.1-70b@tp4+llama-3.1-8b",
-         "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-8B", "llama70b_8b_mean",
-         "published of a quantised 70B on one GPU, of which no kernel explains the 925 ms"),
+    ("Vicuna-7B + 68M, H100", "h100/vicuna-7b+vicuna-68m", "lmsys/vicuna-7b-v1.5",
+     "double7/vicuna-68m", "vicuna7b_68m_mean", EAGER),
+    ("Vicuna-13B + 160M, H100", "h100/vicuna-13b+vicuna-160m", "lmsys/vicuna-13b-v1.5",
+     "double7/vicuna-160m", "vicuna13b_160m_mean", EAGER),
+    ("Llama-3.1-70B + 8B, four H100", "h100/llama-3.1-70b@tp4+llama-3.1-8b",
+     "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-8B", "llama70b_8b_mean",
+     "published of a quantised 70B on one GPU, of which no kernel explains the 925 ms"),
 )  # fmt: skip
-CMASD_LATENCY = "a100/llama-2-7b+vicuna-68m"
+"""GammaTune's pairs on its H100: label, latencies, target, draft, column of Table 2, and a note."""
 EXITS = "smollm2-cpu"
 """Bundled recording of early exits, for recordings that have none."""
-SPECBOUND_MODELS = {"Vicuna-7B": "h800/vicuna-7b", "Vicuna-13B": "h800/vicuna-13b"}
 
 
 def setting_rows(ours: Ours) -> list[Row]:
@@ -91,29 +74,25 @@ def speedups(logs: list[RoundLog], latency: LatencyTable, batch: int = 1) -> lis
 def _gammatune_rows(ours: Ours, logs: list[RoundLog]) -> Iterator[Row]:
     families, gammas = gammatune_families(ours.trace)[:2]
     families = {name: families[name] for name in (REFERENCE, "GammaTune")}
-    tables = [find_latency(pair.latency) for pair in GAMMATUNE_PAIRS]
+    tables = [find_latency(name) for _, name, *_ in GAMMATUNE_PAIRS]
     seconds = seconds_at_each(ours.trace, families, tables, gammas)
     for pair, latency, found in zip(GAMMATUNE_PAIRS, tables, seconds, strict=True):
-        yield from _pair_rows(ours, pair.label, latency, logs, 1)
-        target_ms, draft_ms = (
-            GAMMATUNE_1.number(name, "ms per token") for name in (pair.target, pair.draft)
-        )
+        label, _, *models, column, note = pair
+        yield from _pair_rows(ours, label, latency, logs, 1)
+        target_ms, draft_ms = (GAMMATUNE_1.number(name, "ms per token") for name in models)
         own = own_ratios(ours.trace, latency)
-        yield _row(pair.label, "c", draft_ms / target_ms, own.ratio, pair.note)
+        yield _row(label, "c", draft_ms / target_ms, own.ratio, note)
         relative = robustness(found.speedups(), REFERENCE).set_index("policy")["mean"]
         note = f"mean over {len(gammas)} initial gammas; {OTHER_PAIR}"
-        published = GAMMATUNE_2.value("GammaTune", pair.column)
+        published = GAMMATUNE_2.value("GammaTune", column)
         mean = float(relative["GammaTune"])
-        yield _row(pair.label, "GammaTune over fixed lengths", published, mean, note)
+        yield _row(label, "GammaTune over fixed lengths", published, mean, note)
 
 
 def _pair_rows(
     ours: Ours, label: str, latency: LatencyTable, logs: list[RoundLog], batch: int
 ) -> list[Row]:
-    found = speedups(logs, latency, batch)
-    best = int(np.argmax(found))
-    log = logs[best]
-    gamma = int(log.rounds["drafted"].max())
+    speedup, log, gamma = _best(logs, latency, batch)
     own = own_ratios(ours.trace, latency, gamma, batch)
     emitted = float(log.rounds["emitted"].mean())
     said = f"gamma = {gamma}, {emitted:.2f} tokens a round, verification {own.verify:.2f} passes"
@@ -125,13 +104,22 @@ def _pair_rows(
     except DraftsimError:  # a speedup at every acceptance rate, or at none
         alpha = float("nan")
     return [
-        _row(label, "speedup, best fixed length", None, found[best], said),
+        _row(label, "speedup, best fixed length", None, speedup, said),
         _row(label, "break-even c", None, general.break_even_c(emitted, gamma, own.verify),
              said if np.isnan(low) else ends + said),
         _row(label, "break-even alpha", None, alpha,
              f"gamma = {gamma}, c = {own.ratio:.3f}, alike at every position"),
-        *_curve(label, latency, logs, [b for b in CURVE if b != batch]),
+        *(_row(label, f"speedup at batch {b}", None, other, f"gamma = {length}")
+          for b in CURVE if b != batch
+          for other, _, length in [_best(logs, latency, b)]),
     ]  # fmt: skip
+
+
+def _best(logs: list[RoundLog], latency: LatencyTable, batch: int) -> tuple[float, RoundLog, int]:
+    """Return the largest speedup of fixed lengths, its log and its length."""
+    found = speedups(logs, latency, batch)
+    log = logs[int(np.argmax(found))]
+    return max(found), log, int(log.rounds["drafted"].max())
 
 
 def break_even_interval(log: RoundLog, verify: float, gamma: int) -> tuple[float, float]:
@@ -144,21 +132,10 @@ def break_even_interval(log: RoundLog, verify: float, gamma: int) -> tuple[float
     if prompts < 2:
         return float("nan"), float("nan")
     own, emitted = log.rounds["request"], log.rounds["emitted"]
-    drawn = resamples(prompts, RESAMPLES, 0)
+    drawn = resamples(prompts, 2000, 0)
     tokens = drawn @ np.bincount(own, emitted, prompts)
     low, high = interval(ratio(tokens, drawn @ np.bincount(own, minlength=prompts)))
     return general.break_even_c(low, gamma, verify), general.break_even_c(high, gamma, verify)
-
-
-def _curve(
-    label: str, latency: LatencyTable, logs: list[RoundLog], batches: list[int]
-) -> Iterator[Row]:
-    """Yield the speedup of the best fixed length at other batch sizes."""
-    for batch in batches:
-        found = speedups(logs, latency, batch)
-        best = int(np.argmax(found))
-        gamma = int(logs[best].rounds["drafted"].max())
-        yield _row(label, f"speedup at batch {batch}", None, found[best], f"gamma = {gamma}")
 
 
 def _specbound_rows(ours: Ours) -> Iterator[Row]:
@@ -167,20 +144,17 @@ def _specbound_rows(ours: Ours) -> Iterator[Row]:
     Early exit has no draft model: the rows also say which share of a pass a drafted token took.
     """
     ours, whose = with_exits(ours)
-    for model, name in SPECBOUND_MODELS.items():
-        latency = find_latency(name)
-        at = {"context": 512}
-        step, layer, head = (
-            latency.seconds("target", phase, **at).item() for phase in ("forward", "layer", "head")
-        )
+    for model in ("Vicuna-7B", "Vicuna-13B"):
+        latency = find_latency(f"h800/{model.lower()}")
+        line = SPECBOUND_1[model, "SpecBound"]
+        tokens, speedup = float(np.mean(line.compression)), line.overall
+        step, layer, head, wide = _passes_s(latency, tokens)
         label = f"{model}, H800"
         if model == "Vicuna-7B":
             published = SPECBOUND_3.value("Per-token latency (ms)", "AR_base")
             yield _row(label, "ms a token, plain", published, 1e3 * step, EAGER)
-        line = SPECBOUND_1[model, "SpecBound"]
-        yield from _early_exits(ours, whose, label, latency, line.overall)
-        tokens, speedup = float(np.mean(line.compression)), line.overall
-        verify = latency.seconds("target", "forward", new_tokens=round(tokens), **at).item() / step
+        yield from _early_exits(ours, whose, label, latency, speedup)
+        verify = wide / step
         # A round emits `tokens`, all but one of them drafted.
         implied = (tokens / speedup - verify) / (tokens - 1)
         note = f"by the published {tokens:.2f} tokens a round and {speedup:g}x"
@@ -189,25 +163,22 @@ def _specbound_rows(ours: Ours) -> Iterator[Row]:
         yield _row(label, "layers a drafted token, implied", None, depth,
                    f"{note}; a layer {1e6 * layer:.0f} us, head {1e6 * head:.0f} us")  # fmt: skip
         for batch in CURVE[1:]:
-            gain = _exit_speedup(latency, depth, tokens, batch)
+            # All sequences of the batch are drafted for together, layer by layer.
+            step, layer, head, wide = _passes_s(latency, tokens, batch)
+            gain = tokens * step / ((tokens - 1) * (depth * layer + head) + wide)
             said = f"{tokens:.2f} tokens a round, drafts through {depth:.1f} layers and the head"
             yield _row(label, f"speedup at batch {batch}, published acceptance", None, gain, said)
         alone = f"{note}; no interval: the tokens are the paper's mean, not those of prompts"
         yield _row(label, "break-even c", None, (tokens - verify) / (tokens - 1), alone)
 
 
-def _exit_speedup(latency: LatencyTable, depth: float, tokens: float, batch: int) -> float:
-    """Return the speedup of rounds of `tokens`, all but one drafted through `depth` layers and the
-    head.
-
-    All sequences of the batch are drafted for together, layer by layer.
-    """
-    at = {"batch": batch, "context": 512}
-    step, layer, head = (
-        latency.seconds("target", phase, **at).item() for phase in ("forward", "layer", "head")
-    )
-    verify = latency.seconds("target", "forward", new_tokens=round(tokens), **at).item()
-    return tokens * step / ((tokens - 1) * (depth * layer + head) + verify)
+def _passes_s(latency: LatencyTable, tokens: float, batch: int = 1) -> list[float]:
+    """Return seconds of a step, a layer, the head, and a pass over `tokens`, at context 512."""
+    passes = (("forward", 1), ("layer", 1), ("head", 1), ("forward", round(tokens)))
+    return [
+        latency.seconds("target", phase, batch=batch, new_tokens=width, context=512).item()
+        for phase, width in passes
+    ]
 
 
 def with_exits(ours: Ours) -> tuple[Ours, str]:
@@ -236,12 +207,12 @@ def _early_exits(
 
 
 def _cmasd_rows(ours: Ours, logs: list[RoundLog]) -> Iterator[Row]:
-    latency = find_latency(CMASD_LATENCY)
+    latency = find_latency("a100/llama-2-7b+vicuna-68m")
     label = f"Llama-2-7B + 68M, A100, batch {CMASD_BATCH}"
     yield from _pair_rows(ours, label, latency, logs, CMASD_BATCH)
     most = ours.trace.max_gamma or 12
-    [log] = replay_many(ours.trace, [("gammatune", GammaTune(gamma=4, gamma_max=most))])
-    [found] = speedups([log], latency, CMASD_BATCH)
+    logs = list(replay_many(ours.trace, [("gammatune", GammaTune(gamma=4, gamma_max=most))]))
+    [found] = speedups(logs, latency, CMASD_BATCH)
     yield _row(label, "speedup, GammaTune", None, found, OTHER_PAIR)
     try:
         run = method_outcome(replace(ours, latency=latency), METHODS["cm-asd"])
@@ -257,6 +228,5 @@ def _cmasd_rows(ours: Ours, logs: list[RoundLog]) -> Iterator[Row]:
 def _row(label: str, column: str, published: float | None, ours: float | None, note: str) -> Row:
     if published and ours is not None:
         apart = ours / published - 1
-        agrees = "agrees" if abs(apart) <= AGREES else "differs"
-        note = f"{agrees}: {apart:+.0%}; {note}"
-    return Row(TABLE, label, column, published, ours, EXPERIMENT, note)
+        note = f"{'agrees' if abs(apart) <= 0.1 else 'differs'}: {apart:+.0%}; {note}"
+    return experiment(TABLE, label, column, ours, note, published)

@@ -5,7 +5,7 @@ and 5 and its figures, if early exits were recorded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,18 +13,20 @@ import numpy as np
 
 from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
-from simulator.papers.ours import EXPERIMENT, Ours, Row, Sampled
+from simulator.papers.ours import Ours, Row, experiment
 from simulator.papers.quantities import SPECBOUND
 from simulator.pricing import Priced, price
 from simulator.published import SPECBOUND_1, SPECBOUND_2, SPECBOUND_3, SPECBOUND_5
 from simulator.summary import degenerate, prompt_speedups, speedup_distribution
 from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, TailError
 from traces.replay.corrections import split_requests
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 from traces.sources.early_exit import EarlyExit, StandInExit
 from traces.sources.methods import METHODS, build
+from traces.sources.recording import Recordings
 from traces.sources.registry import SYSTEMS, describe_source, parse_source
 from traces.sources.replay import replay_source
 
@@ -33,22 +35,20 @@ PAPERS_SYSTEMS = {
     "space": "SPACE", "adadecode": "AdaDecode", "specbound": "SpecBound",
 }  # fmt: skip
 """Our names of the table's systems, and its own: these have a column a prompt category."""
-ABLATIONS = ("specbound-no-annealing", "specbound-no-depth-bound", "specbound-no-width-bound")
-"""Systems that are variants of one, shown by Figure 4."""
 REFERENCE = "specdecode"
 """Speculative decoding with the draft model, for comparison: the table has none."""
 
 
-def replayed(ours: Ours | Sampled, name: str) -> RoundLog:
+def replayed(trace: Trace, recordings: Recordings, name: str) -> RoundLog:
     """Return a named system replayed; DraftsimError if its source was not recorded."""
     if name == REFERENCE:
-        policy, _ = build(METHODS[name], ours.trace)
-        [log] = replay_many(ours.trace, [(name, policy)])
+        policy, _ = build(METHODS[name], trace)
+        [log] = replay_many(trace, [(name, policy)])
         return log
     system = SYSTEMS[name]
-    policy = parse_policy(system.policy, max_gamma=ours.trace.max_gamma)
+    policy = parse_policy(system.policy, max_gamma=trace.max_gamma)
     source = parse_source(system.source)
-    return replay_source(ours.trace, source, policy, recordings=ours.recordings, name=name)
+    return replay_source(trace, source, policy, recordings=recordings, name=name)
 
 
 def system_rows(ours: Ours) -> list[Row]:
@@ -58,23 +58,24 @@ def system_rows(ours: Ours) -> list[Row]:
     system that was not recorded, or whose parts were not timed, has a row that says so.
     """
     rows, logs = [], {}
-    names = [REFERENCE, *(name for name in SYSTEMS if name not in ABLATIONS)]
+    # Figure 4 shows what SpecBound is without its parts.
+    names = [REFERENCE, *(name for name in SYSTEMS if not name.startswith("specbound-no-"))]
     for name in names:
         try:
-            logs[name] = replayed(ours, name)
+            logs[name] = replayed(ours.trace, ours.recordings, name)
         except DraftsimError as error:
-            rows.append(Row(SPECBOUND, _label(name), "SD", None, None, EXPERIMENT, str(error)))
+            rows.append(experiment(SPECBOUND, _label(name), "SD", None, str(error)))
     for (name, log), mark in zip(logs.items(), degenerate(list(logs.values())), strict=True):
         chosen = METHODS[name]
         note = f"{chosen.source} under {chosen.policy}; replayed: {log.fidelity}"
         rate = float(log.rounds["emitted"].mean())
-        rows.append(Row(SPECBOUND, _label(name), "CR", None, rate, EXPERIMENT, note, mark))
+        rows.append(experiment(SPECBOUND, _label(name), "CR", rate, note, mark=mark))
         try:
             speed = ours.speedup(log)
         except DraftsimError as error:
-            rows.append(Row(SPECBOUND, _label(name), "SD", None, None, EXPERIMENT, str(error)))
+            rows.append(experiment(SPECBOUND, _label(name), "SD", None, str(error)))
             continue
-        rows.append(Row(SPECBOUND, _label(name), "SD", None, speed, EXPERIMENT, note, mark))
+        rows.append(experiment(SPECBOUND, _label(name), "SD", speed, note, mark=mark))
         if name in PAPERS_SYSTEMS:
             rows += _by_category(log, ours, name, note, mark)
     return rows
@@ -98,11 +99,9 @@ def _by_category(log: RoundLog, ours: Ours, name: str, note: str, mark: str) -> 
         label = f"{_label(name)}, {category}"
         mean = float(speedups[mine].mean())
         rows += [
-            Row(SPECBOUND, label, "CR", None, rate, EXPERIMENT, note, mark),
-            Row(
-                SPECBOUND, label, "SD (mean of prompts)", None, mean, EXPERIMENT, note, mark
-            ),
-        ]  # fmt: skip
+            experiment(SPECBOUND, label, "CR", rate, note, mark=mark),
+            experiment(SPECBOUND, label, "SD (mean of prompts)", mean, note, mark=mark),
+        ]
     return rows
 
 
@@ -111,16 +110,11 @@ MODEL = "Vicuna-7B"
 
 
 def order_rows(found: Sequence[Row]) -> list[Row]:
-    """Return each system's rank by speedup among those that both the paper and our pair have.
+    """Return the rank by speedup of each system that both the paper and our pair have.
 
-    Parameters
-    ----------
-    found:
-        Rows of `simulator.papers.specbound.system_rows`.
-
-    A speedup is tokens a round (CR) over what a round costs, in steps of plain decoding (CR / SD).
-    So the ratio of two speedups falls into the ratio of tokens and that of costs: a row's note
-    gives both, and says which is further from 1.
+    ``found`` are rows of `system_rows`.  A speedup is tokens a round (CR) over what a round costs,
+    in steps of plain decoding (CR / SD).  So the ratio of two speedups falls into the ratio of
+    tokens and that of costs: a row's note gives both, and says which is further from 1.
     """
     ours: dict[str, dict[str, float]] = {}
     for row in found:
@@ -143,9 +137,7 @@ def order_rows(found: Sequence[Row]) -> list[Row]:
             f"steps for {rate / line.overall:.2f}); above all by {worse}"
         )
         place, printed = by_ours.index(method) + 1, by_theirs.index(method) + 1
-        rows.append(
-            Row(SPECBOUND, f"order, {method}", "place", printed, place, EXPERIMENT, note)
-        )  # fmt: skip
+        rows.append(experiment(SPECBOUND, f"order, {method}", "place", place, note, printed))
     return rows
 
 
@@ -233,8 +225,7 @@ class SettingReplays:
 
 
 def search(replays: SettingReplays) -> Setting:
-    """Return the setting from which no parameter can be changed alone for more speed on these
-    requests.
+    """Return the setting that no change of one parameter makes faster on these requests.
 
     From `START` to better neighbours along one parameter after another, then over all values
     of each.  Raises what `traces.sources.replay.replay_source` raises.
@@ -294,31 +285,23 @@ def early_exit_rows(ours: Ours) -> list[Row]:
     fitting, replays = SettingReplays(ours, fit), SettingReplays(ours, shown)
     best = search(fitting)
     said = f"{best.text}: the best of {len(fitting.found)} settings tried on {len(fit)} others"
-    log = replays.run(best).log
+    found = replays.run(best)
+    log = found.log
+    gain = 100 * (found.speedup / replays.run(START).speedup - 1)
+    note = f"{said}; {gain:+.1f}% over {START.text}"
     return [
-        *optimum_rows(best, replays, said), *ablation_rows(best, replays, said),
+        *_pair(SPECBOUND, f"our pair, {FULL}", found, note), *ablation_rows(best, replays, said),
         *sweep_rows(best, replays), *serving_rows(log, ours, said),
         *distribution_rows(log, ours, said),
     ]  # fmt: skip
 
 
-def optimum_rows(best: Setting, replays: SettingReplays, said: str) -> list[Row]:
-    """Return the table 1's row at the optimum, and how much that is worth."""
-    found, start = replays.run(best), replays.run(START)
-    gain = 100 * (found.speedup / start.speedup - 1)
-    note = f"{said}; {gain:+.1f}% over {START.text}"
-    return _pair(SPECBOUND, f"our pair, {FULL}", found, note)
-
-
 def ablations(best: Setting, ours: Ours) -> dict[str, Setting]:
-    """Return Figure 4's variants of a setting, each without one of SpecBound's parts; and one
-    without the threshold that all of them serve.
-    """
-    widest = int(max(choices(ours)["width"]))
+    """Return Figure 4's variants of a setting, each without a part; and one without a threshold."""
     return {
         "without annealing": best._replace(omega=0.0),
         "without the depth bound": best._replace(depth=1.0),
-        "without the width bound": best._replace(width=widest),
+        "without the width bound": best._replace(width=int(max(choices(ours)["width"]))),
         "without a threshold (not in the figure)": best._replace(tau=0.0),
     }
 
@@ -350,15 +333,12 @@ def sweep_rows(best: Setting, replays: SettingReplays) -> list[Row]:
     """
     rows: list[Row] = []
     for name, values in choices(replays.ours).items():
-        settings = [best._replace(**{name: value}) for value in values]
-        found = [replays.run(setting) for setting in settings]
+        found = [replays.run(best._replace(**{name: value})) for value in values]
         others = ", ".join(part for part in best.text.split(", ") if not part.startswith(name))
-        for setting, one, mark in zip(
-            settings, found, degenerate([f.log for f in found]), strict=True
-        ):
-            label = f"{name}={getattr(setting, name):g}"
-            note = f"{others}: the optimum" if setting == best else others
-            rows += _pair(FIGURE_3, label, one, note, mark)
+        marks = degenerate([one.log for one in found])
+        for value, one, mark in zip(values, found, marks, strict=True):
+            note = f"{others}: the optimum" if value == getattr(best, name) else others
+            rows += _pair(FIGURE_3, f"{name}={value:g}", one, note, mark)
     return rows
 
 
@@ -366,8 +346,8 @@ def _pair(table: str, label: str, found: Replayed, note: str, mark: str = "") ->
     rate = float(found.log.rounds["emitted"].mean())
     note = f"{note}; replayed: {found.log.fidelity}"
     return [
-        Row(table, label, "CR", None, rate, EXPERIMENT, note, mark),
-        Row(table, label, "SD", None, found.speedup, EXPERIMENT, note, mark),
+        experiment(table, label, "CR", rate, note, mark=mark),
+        experiment(table, label, "SD", found.speedup, note, mark=mark),
     ]
 
 
@@ -379,19 +359,19 @@ def sampling_rows(ours: Ours) -> list[Row]:
     """
     if EarlyExit.name not in ours.recordings:
         return []
-    rows = []
-    for row, sampling in TABLE_2.items():
-        published = SPECBOUND_2.value(row, "Overall")
-        value, note = _sampled(ours, sampling)
-        rows.append(Row(SPECBOUND_2.name, row, "Overall", published, value, EXPERIMENT, note))
-    return rows
+    return [
+        experiment(
+            SPECBOUND_2.name, row, "Overall", *_sampled(ours, sampling),
+            SPECBOUND_2.value(row, "Overall"),
+        )
+        for row, sampling in TABLE_2.items()
+    ]  # fmt: skip
 
 
 def _sampled(ours: Ours, sampling: Sampling) -> tuple[float | None, str]:
     """Return SpecBound's speedup along outputs sampled so, and what to say of it."""
-    held: Mapping[Sampling, Ours | Sampled] = {
-        **{s.trace.sampling: s for s in reversed(ours.sampled)}, ours.trace.sampling: ours
-    }  # fmt: skip
+    own = ours.trace, ours.recordings
+    held = {one[0].sampling: one for one in (*reversed(ours.sampled), own)}
     if sampling not in held:
         return None, (
             f"no early exits were recorded along outputs sampled at {sampling.label}: "
@@ -399,12 +379,12 @@ def _sampled(ours: Ours, sampling: Sampling) -> tuple[float | None, str]:
             "names them"
         )
     try:
-        log = replayed(held[sampling], "specbound")
+        log = replayed(*held[sampling], "specbound")
     except DraftsimError as error:
         return None, str(error)
     rate = float(log.rounds["emitted"].mean())
     note = f"{SYSTEMS['specbound'].source}; replayed: {log.fidelity}; CR {rate:.2f}"
-    return ours.plain(log).total_s / price(log, ours.latency).total_s, note
+    return ours.speedup(log), note
 
 
 def distribution_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
@@ -417,27 +397,21 @@ def distribution_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
     ends = float(values.min()), float(values.max())
     if not ends[0] < ends[1]:
         said = "all prompts have one speedup: there is nothing to distribute"
-        return [Row(SPECBOUND_5.name, "our pair", "percent", None, None, EXPERIMENT, said)]
+        return [experiment(SPECBOUND_5.name, "our pair", "percent", None, said)]
     frame = speedup_distribution(values, np.linspace(*ends, len(SPECBOUND_5.cells) + 1))
     below = float((values < 1).mean())
-    rows = []
-    for label, low, high, share in zip(
-        SPECBOUND_5.cells, frame["low"], frame["high"], frame["share"], strict=True
-    ):
-        rows.append(
-            Row(
-                SPECBOUND_5.name, label, "percent", SPECBOUND_5.value(label, "percent"),
-                100 * float(share), EXPERIMENT,
-                f"{low:.2f}x to {high:.2f}x; {below:.0%} of prompts below 1x; {note}",
-            )
-        )  # fmt: skip
-    return rows
+    ranges = zip(SPECBOUND_5.cells, frame["low"], frame["high"], frame["share"], strict=True)
+    return [
+        experiment(
+            SPECBOUND_5.name, label, "percent", 100 * float(share),
+            f"{low:.2f}x to {high:.2f}x; {below:.0%} of prompts below 1x; {note}",
+            SPECBOUND_5.value(label, "percent"),
+        )
+        for label, low, high, share in ranges
+    ]  # fmt: skip
 
 
 TTFT, PER_TOKEN, THROUGHPUT, END_TO_END = SPECBOUND_3.cells
-FASTER_IS_LESS = (TTFT, PER_TOKEN, END_TO_END)
-SAME_PREFILL = "the prompt is read alike: no draft model reads it"
-NO_PROMPTS = "prompts not included: these latencies hold no prefill"
 
 
 def serving_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
@@ -451,17 +425,19 @@ def serving_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
     rows = []
     columns = [_column(run, prompts) for run in (plain, fast)]
     for name in SPECBOUND_3.cells:
-        said = note if prompts else f"{NO_PROMPTS}; {note}"
-        said = f"{SAME_PREFILL}; {said}" if name == TTFT and prompts else said
+        said = note
+        if not prompts:
+            said = f"prompts not included: these latencies hold no prefill; {note}"
+        elif name == TTFT:
+            said = f"the prompt is read alike: no draft model reads it; {note}"
         values = [column[name] for column in columns]
         for label, value in zip(SPECBOUND_3.columns, values, strict=False):
             published = SPECBOUND_3.value(name, label)
-            rows.append(Row(SPECBOUND_3.name, name, label, published, value, EXPERIMENT, said))
+            rows.append(experiment(SPECBOUND_3.name, name, label, value, said, published))
         before, after = values
         if before and after:
-            gain = before / after if name in FASTER_IS_LESS else after / before
-            column = "improvement (our pair)"
-            rows.append(Row(SPECBOUND_3.name, name, column, None, gain, EXPERIMENT, said))
+            gain = after / before if name == THROUGHPUT else before / after
+            rows.append(experiment(SPECBOUND_3.name, name, "improvement (our pair)", gain, said))
     return rows
 
 

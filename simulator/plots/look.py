@@ -26,13 +26,6 @@ from policies.registry import is_bound
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from traces.store.writing import write_atomically
 
-VECTORS = ("svg", "pdf")
-"""Kinds of file that `save_all_kinds` writes next to a PNG."""
-_UNDATED: dict[str, dict[str, None]] = {
-    "svg": {"Date": None}, "pdf": {"CreationDate": None, "ModDate": None},
-}  # fmt: skip
-"""Metadata left out, so that the same figure gives the same file."""
-
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
     """Return a figure of this size in inches, and its one pair of axes."""
@@ -71,7 +64,7 @@ def save_all_kinds(figure: Figure, path: str | Path, label: str = "", title: str
     figure.draw_without_rendering()
     figure.set_layout_engine(None)
     box = figure.get_tightbbox().padded(rcParams["savefig.pad_inches"])
-    for kind in VECTORS:
+    for kind in ("svg", "pdf"):
         _written(figure, target.with_suffix(f".{kind}"), 200, box)
     return _written(figure, target, 200, box)
 
@@ -102,10 +95,12 @@ def _written(
     target.parent.mkdir(parents=True, exist_ok=True)
     kind = target.suffix[1:] or "png"
     drawn = BytesIO()
+    # Without dates, the same figure gives the same file.
+    dates = {"svg": ["Date"], "pdf": ["CreationDate", "ModDate"]}.get(kind)
     with rc_context({"svg.hashsalt": "draftsim"}):  # identifiers in SVG are random otherwise
         figure.savefig(
             drawn, format=kind, dpi=dpi, bbox_inches=box, facecolor="white",
-            metadata=_UNDATED.get(kind),
+            metadata=dates and dict.fromkeys(dates),
         )  # fmt: skip
     write_atomically(target, drawn.getvalue())
     return target
@@ -143,8 +138,6 @@ def series(i: int, points: int, policy: str = "") -> dict[str, Any]:
 
 
 SHADES = LinearSegmentedColormap.from_list("speedup", ["#ECF4FA", "#004978"])
-HATCH: dict[str, Any] = {"hatch": "////", "facecolor": "white", "edgecolor": "#9A9A9A"}
-MOST_TICKS = 6
 APART = 0.12
 """Least distance of two labels on an axis, as a share of the span of its points."""
 LEAST_REACH = 0.05
@@ -169,8 +162,11 @@ def draw_map(
     sides = [cell_edges(np.asarray(v, dtype=float), g) for v, g in zip((x, y), log, strict=True)]
     # What does not pay is left out of the mesh, so that the hatched ground shows.
     axes.add_patch(
-        Rectangle((0, 0), 1, 1, transform=axes.transAxes, zorder=0, linewidth=0, **HATCH)
-    )
+        Rectangle(
+            (0, 0), 1, 1, transform=axes.transAxes, zorder=0, linewidth=0, hatch="////",
+            facecolor="white", edgecolor="#9A9A9A",
+        )
+    )  # fmt: skip
     image = axes.pcolormesh(
         *sides, np.ma.masked_where(~(shown >= 1), shown), cmap=SHADES, norm=scale, rasterized=True,
     )  # fmt: skip
@@ -219,7 +215,7 @@ def log_ticks(axis: Axis, points: npt.ArrayLike, swept: bool = True) -> None:
     The small ticks between them are left out: they would be labelled larger than the others.
     """
     at = np.unique(np.asarray(points, dtype=float))
-    if swept and len(at) <= MOST_TICKS:
+    if swept and len(at) <= 6:
         kept = [at[0]]
         for value in at[1:]:
             if np.log(value / kept[-1]) >= APART * np.log(at[-1] / at[0]):

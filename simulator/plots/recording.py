@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,7 @@ from policies.registry import is_bound
 from simulator.bootstrap import intervals, resamples
 from simulator.formulas.general import empirical_survival
 from simulator.palette import COLOURS, GREY, INK
-from simulator.plots.look import (
-    canvas,
-    legend,
-    powers_of_two,
-    save_all_kinds,
-    series,
-    style,
-)
+from simulator.plots import look
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios, speedup_at
 from simulator.robustness import speedups_of
@@ -38,22 +31,21 @@ from traces.machine import BUSY
 from traces.replay.rounds import RoundLog
 from traces.sources.registry import DRAFT_MODEL
 
-RESAMPLES = 500
-"""Bootstrap resamples over prompts for `plot_survival`."""
-PANELS = 5
-"""Categories side by side; more go into further rows."""
-
 
 def plot_validation(rows: pd.DataFrame) -> Figure:
-    """Draw predicted and measured seconds per arm, with the error; rows of `validation.compare`.
+    """Draw predicted and measured seconds per policy, and the error; rows of `validation.compare`.
 
-    Arms that were disturbed say so, with the share of their time without a processor.
+    Runs that were disturbed say so, with the share of their time without a processor.
     """
+    labels = _policy_labels(rows)
+    for column, text in (("batch", "batch {}"), ("forced", "forced={}")):
+        if rows[column].nunique() > 1:
+            own = zip(labels, rows[column], strict=True)
+            labels = [f"{label}, {text.format(value)}" for label, value in own]
+    machines = zip(labels, rows["machine"], rows["disturbed"], strict=True)
     labels = [
-        f"{text} ({machine} {share:.0%})" if machine == BUSY else text
-        for text, machine, share in zip(
-            _arm_labels(rows), rows["machine"], rows["disturbed"], strict=True
-        )
+        f"{label} ({machine} {share:.0%})" if machine == BUSY else label
+        for label, machine, share in machines
     ]
     figure = Figure(figsize=(8.2, 0.34 * len(rows) + 1.3), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
@@ -78,8 +70,8 @@ def plot_validation(rows: pd.DataFrame) -> Figure:
     right.set_xlim(-reach, reach)
     right.set_xlabel("prediction error (%)")
     for axes in (left, right):
-        style(axes, "x")
-    legend(figure, 2, of=left)
+        look.style(axes, "x")
+    look.legend(figure, 2, of=left)
     return figure
 
 
@@ -93,7 +85,7 @@ def plot_speedup(summary: pd.DataFrame) -> Figure:
     if "lower bound" not in set(rows["fidelity"]):
         rows = rows.sort_values("speedup", ascending=False, kind="stable")
     rows = _by_kind(rows)
-    figure, axes = canvas(6.8, 0.32 * len(rows) + 1.3)
+    figure, axes = look.canvas(6.8, 0.32 * len(rows) + 1.3)
     y = np.arange(len(rows))[::-1]
     _draw_rows(axes, rows, y, rows["kind"])
     for value, high, at in zip(rows["speedup"], rows["speedup_hi"], y, strict=True):
@@ -106,7 +98,7 @@ def plot_speedup(summary: pd.DataFrame) -> Figure:
     axes.margins(x=0.09)
     axes.set_xlabel("speedup over no speculation (×, 95% interval over prompts)")
     if rows["kind"].nunique() > 1:
-        legend(figure, 3)
+        look.legend(figure, 3)
     return figure
 
 
@@ -145,7 +137,7 @@ def _draw_rows(axes: Axes, rows: pd.DataFrame, y: npt.NDArray[Any], kinds: Itera
     for i in np.flatnonzero(np.diff(of_places)):
         axes.axhline(len(of_places) - i - 1.5, color=GREY, linewidth=0.6)
     axes.axvline(1, color=INK, linewidth=0.8)
-    style(axes, "x")
+    look.style(axes, "x")
 
 
 def plot_categories(by_category: pd.DataFrame) -> Figure:
@@ -158,7 +150,7 @@ def plot_categories(by_category: pd.DataFrame) -> Figure:
     kinds = dict(zip(rows["label"], rows["kind"], strict=True))
     places = dict(zip(kinds, range(len(kinds))[::-1], strict=True))
     panels = list(rows.groupby("category", sort=False))
-    across = min(len(panels), PANELS)
+    across = min(len(panels), 5)
     down = -(-len(panels) // across)
     figure = Figure(
         figsize=(1.9 + 1.75 * across, (0.3 * len(kinds) + 0.6) * down + 0.6), layout="constrained"
@@ -174,7 +166,7 @@ def plot_categories(by_category: pd.DataFrame) -> Figure:
         axes.set_yticks([*places.values()], [*places])
     figure.supxlabel("speedup over no speculation (×, 95% interval over prompts)", fontsize=9)
     if rows["kind"].nunique() > 1:
-        legend(figure, 3, of=grid[0])
+        look.legend(figure, 3, of=grid[0])
     return figure
 
 
@@ -185,16 +177,6 @@ def _policy_labels(rows: pd.DataFrame) -> list[str]:
     return [f"{p} ({v})" if several else str(p) for p, v in pairs]
 
 
-def _arm_labels(rows: pd.DataFrame) -> list[str]:
-    labels = _policy_labels(rows)
-    for column, text in (("batch", "batch {}"), ("forced", "forced={}")):
-        if rows[column].nunique() > 1:
-            labels = [
-                f"{label}, {text.format(v)}" for label, v in zip(labels, rows[column], strict=True)
-            ]
-    return labels
-
-
 def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRatios) -> Figure:
     """Draw the speedup against c = T_draft / T_target for each log.
 
@@ -203,7 +185,7 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
     which is marked.
     """
     c = np.geomspace(0.005, 1, 200)
-    figure, axes = canvas(7.2, 3.8)
+    figure, axes = look.canvas(7.2, 3.8)
     plain = price(autoregressive(logs[0]), latency)
     sums = [carried_sums(price(log, latency), plain, own) for log in logs]
     if own.ratio > 0:
@@ -217,10 +199,10 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
         label += " (bound)" if is_bound(logs[i].policy) else ""
         label += " ~" if logs[i].fidelity == "approximate" else ""
         label += f"  {three_digits(here[i])}"
-        look = series(int(i), len(c), logs[i].policy)
+        line_of = look.series(int(i), len(c), logs[i].policy)
         if logs[i].fidelity == "approximate" and not is_bound(logs[i].policy):
-            look["linewidth"] = 0.9
-        axes.plot(c, speedup_at(sums[i], c, own.verify), label=label, **look)
+            line_of["linewidth"] = 0.9
+        axes.plot(c, speedup_at(sums[i], c, own.verify), label=label, **line_of)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.axhline(1, color=INK, linewidth=0.8)
@@ -232,8 +214,8 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
     axes.set_ylim(bottom=0)
     axes.set_xlabel("cost ratio c = T_draft / T_target")
     axes.set_ylabel("speedup over no speculation (×)")
-    style(axes, "both")
-    legend(figure, title="speedup at this pair's c")
+    look.style(axes, "both")
+    look.legend(figure, title="speedup at this pair's c")
     if any(log.fidelity == "approximate" for log in logs):
         axes.set_xlabel(f"{axes.get_xlabel()}   (~ approximate)")
     return figure
@@ -257,11 +239,11 @@ def plot_survival(trace: Trace, gamma: int = 16) -> Figure:
             curves.append(empirical_survival(trace.run_lengths[start : stop - gamma], gamma))
             weights.append(float(stop - start - gamma))
     table, weight = np.array(curves), np.array(weights)
-    drawn = resamples(len(weight), RESAMPLES, 0) * weight
+    drawn = resamples(len(weight), 500, 0) * weight
     low, high = intervals(drawn @ table / drawn.sum(axis=1, keepdims=True))
     alpha = acceptance(trace)
     k = np.arange(1, gamma + 1)
-    figure, axes = canvas(5.6, 3.6)
+    figure, axes = look.canvas(5.6, 3.6)
     axes.fill_between(k, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
     axes.plot(k, weight @ table / weight.sum(), "o-", color=COLOURS[0], markersize=4,
               label="recorded (95% interval over prompts)")  # fmt: skip
@@ -272,7 +254,7 @@ def plot_survival(trace: Trace, gamma: int = 16) -> Figure:
     axes.set_xlabel("draft length k (tokens)")
     axes.set_ylabel("share of positions whose next k\ndrafts are all accepted")
     axes.legend(frameon=False, fontsize=8)
-    style(axes, "both")
+    look.style(axes, "both")
     return figure
 
 
@@ -284,18 +266,18 @@ def plot_robustness(speedups: pd.DataFrame) -> Figure:
     mean = float(speedups.loc[speedups["policy"] == "fixed", "speedup"].mean())
     if not mean > 0:
         raise DraftsimError("the policy fixed, to which speedups are relative, is not in the table")
-    figure, axes = canvas(6.4, 3.6)
+    figure, axes = look.canvas(6.4, 3.6)
     for i, (name, part) in enumerate(speedups.groupby("policy", sort=False)):
         value = part["speedup"].to_numpy(float) / mean
         label = f"{name}  {value.mean():.2f} ± {value.std(ddof=1):.2f}"
-        axes.plot(part["gamma"], value, label=label, **series(i, 1))
+        axes.plot(part["gamma"], value, label=label, **look.series(i, 1))
     axes.axhline(1, color=INK, linewidth=0.8)
     ticks = sorted({int(g) for g in speedups["gamma"]})
-    powers_of_two(axes, [g for g in ticks if g in (1, 2, 3, 4, 6, 8, 12, 16, 24)])
+    look.powers_of_two(axes, [g for g in ticks if g in (1, 2, 3, 4, 6, 8, 12, 16, 24)])
     axes.set_xlabel("initial draft length γ (tokens)")
     axes.set_ylabel("speedup relative to\nthe mean of fixed (×)")
-    style(axes, "both")
-    legend(figure, title="mean ± sd over γ")
+    look.style(axes, "both")
+    look.legend(figure, title="mean ± sd over γ")
     return figure
 
 
@@ -307,31 +289,16 @@ FEW = 6
 """Names that a line on what is left out still lists."""
 
 
-class WrittenPlots(NamedTuple):
-    """Plots that were written."""
-
-    paths: list[Path]
-    left_out: list[str]
-    """A line for each plot that does not hold all policies."""
-
-
-def _fastest(logs: Sequence[RoundLog], speed: Mapping[str, float]) -> RoundLog | None:
-    """Return the fastest policy that can run and keeps the target's output."""
-    real = [log for log in logs if log.mismatched is None and not is_bound(log.policy)]
-    return max(real, key=lambda log: speed[log.policy], default=None)
-
-
 def save_all(
     trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], folder: Path,
     validation: pd.DataFrame | None = None, systems: Sequence[RoundLog] = (),
     texts: Sequence[str] | None = None, title: str = "",
-) -> WrittenPlots:  # fmt: skip
-    """Draw everything a recording shows into `folder`.
+) -> tuple[list[Path], list[str]]:  # fmt: skip
+    """Draw everything a recording shows into `folder`; return the files, and what they leave out.
 
     ``logs`` are of the draft model; ``systems``, with their own drafts or rules, are added to plots
-    of speedups.  ``texts`` are the named policies, which every plot shows if it can, with the
-    fastest.  If all policies were asked for, plots with few curves show `COMPARED`.  ``title``
-    names pair and device below every plot.
+    of speedups.  Every plot shows the policies named in ``texts`` if it can, and the fastest; plots
+    with few curves show `COMPARED` of all.  ``title`` names pair and device below every plot.
     """
     every = [*logs, *systems]
     label = "lower bounds: the log does not hold its draft lengths" if trace.is_lower_bound else ""
@@ -341,7 +308,10 @@ def save_all(
         some = list(every)
     else:
         wanted = {*COMPARED, *(split_name(text.rpartition("/")[2])[0] for text in texts or ())}
-        best = None if trace.is_lower_bound else _fastest(every, speed)
+        real = [] if trace.is_lower_bound else [
+            log for log in every if log.mismatched is None and not is_bound(log.policy)
+        ]  # fmt: skip
+        best = max(real, key=lambda log: speed[log.policy], default=None)
         some = [log for log in every if split_name(log.policy)[0] in wanted or log is best]
         some = some or list(logs)
     if not trace.is_lower_bound:
@@ -378,7 +348,7 @@ def save_all(
     if validation is not None:
         figures["validation"] = plot_validation(validation.dropna(subset=["predicted_s"]))
     paths = [
-        save_all_kinds(figure, folder / f"{name}.png", label, title)
+        look.save_all_kinds(figure, folder / f"{name}.png", label, title)
         for name, figure in figures.items()
     ]
-    return WrittenPlots(paths, said)
+    return paths, said

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +26,7 @@ from policies.rules.base import VerifyRule
 from simulator.capacity import FINE
 from simulator.chosen import Say, silent
 from simulator.palette import GREY, INK
-from simulator.plots.look import (
-    LEAST_REACH,
-    canvas,
-    legend,
-    mark_bar,
-    save_all_kinds,
-    series,
-    style,
-)
+from simulator.plots import look
 from simulator.serving import Scenario, over_batches, sweep
 from simulator.serving.study import break_even_load
 from traces.acceptance.trace import Trace
@@ -47,20 +39,19 @@ SLOWER_FASTER = LinearSegmentedColormap.from_list("diverging", ["#8C4A00", "#FFF
 
 
 def plot_latency_throughput(rows: Rows) -> Figure:
-    """Plot mean TPOT against throughput, one curve a policy, one point a batch size (CM-ASD, Fig.
-    2).
+    """Plot mean TPOT against throughput, a curve a policy, a point a batch size (CM-ASD, Fig. 2).
 
     Replications are drawn with their 95% intervals.
     """
     frame = _frame(rows)
-    figure, axes = canvas(6.0, 3.8)
+    figure, axes = look.canvas(6.0, 3.8)
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("batch")
         x, y = line["throughput_tok_s"], 1e3 * line["tpot_s_mean"]
-        look = series(i, 1, policy)
-        axes.plot(x, y, **look, label=_label(policy))
+        line_of = look.series(i, 1, policy)
+        axes.plot(x, y, **line_of, label=_label(policy))
         if _replicated(line, "tpot_s"):
-            bar = {"color": look["color"], "linewidth": 1}
+            bar = {"color": line_of["color"], "linewidth": 1}
             axes.hlines(y, line["throughput_tok_s_lo"], line["throughput_tok_s_hi"], **bar)
             low, high = (1e3 * line[f"tpot_s_{end}"] for end in ("lo", "hi"))
             axes.vlines(x, low, high, **bar)
@@ -96,27 +87,27 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
     plain = frame[frame["policy"] == baseline].sort_values("rate")
     if plain.empty:
         raise DraftsimError(f"no row of the baseline {baseline!r}")
-    figure, axes = canvas(6.0, 3.8)
+    figure, axes = look.canvas(6.0, 3.8)
     metric = f"{latency}_mean"
     unit, per_s = ("s", 1) if latency == "e2e_s" else ("ms", 1e3)
     crossed = 0
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("rate")
-        look = series(i, 1, policy)
-        axes.plot(line["rate"], per_s * line[metric], **look, label=_label(policy))
+        line_of = look.series(i, 1, policy)
+        axes.plot(line["rate"], per_s * line[metric], **line_of, label=_label(policy))
         if _replicated(line, latency):
             low, high = (per_s * line[f"{latency}_{end}"] for end in ("lo", "hi"))
-            axes.vlines(line["rate"], low, high, color=look["color"], linewidth=1)
+            axes.vlines(line["rate"], low, high, color=line_of["color"], linewidth=1)
         if policy == baseline:
             continue
         shared = line.merge(plain, on="rate", suffixes=("", "_plain"))
         load = break_even_load(shared["rate"], shared[metric], shared[f"{metric}_plain"])
         if np.isfinite(load):
-            axes.axvline(load, color=look["color"], linestyle=(0, (1, 2)), linewidth=1)
+            axes.axvline(load, color=line_of["color"], linestyle=(0, (1, 2)), linewidth=1)
             axes.annotate(
                 f"{policy}: {load:.2g}/s", (load, 1), xycoords=("data", "axes fraction"),
                 xytext=(2, -9 - 10 * crossed), textcoords="offset points", fontsize=7,
-                color=look["color"],
+                color=line_of["color"],
             )  # fmt: skip
             crossed += 1
     axes.set_xlabel(
@@ -133,10 +124,6 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
     return figure
 
 
-NEAR = 0.04
-"""Points nearer than this share of the axes, with the same label, share one."""
-
-
 def plot_pareto(rows: Rows) -> Figure:
     """Draw output tokens/s of one user against those of all, one curve a policy.
 
@@ -146,7 +133,7 @@ def plot_pareto(rows: Rows) -> Figure:
     """
     frame = _frame(rows).assign(user=lambda all_rows: 1 / all_rows["tpot_s_mean"])
     loads = bool(frame["concurrency"].isna().any())
-    figure, axes = canvas(6.4, 4.0)
+    figure, axes = look.canvas(6.4, 4.0)
     real = frame[~frame["policy"].map(is_bound)]
     best = real.sort_values(["user", "throughput_tok_s"], ascending=False, kind="stable")
     best = best[best["throughput_tok_s"] > best["throughput_tok_s"].cummax().shift(fill_value=-1)]
@@ -156,15 +143,15 @@ def plot_pareto(rows: Rows) -> Figure:
     )  # fmt: skip
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("rate" if loads else "batch")
-        look = series(i, 1, policy)
-        axes.plot(line["user"], line["throughput_tok_s"], **look, label=_label(policy))
+        line_of = look.series(i, 1, policy)
+        axes.plot(line["user"], line["throughput_tok_s"], **line_of, label=_label(policy))
     width, height = (float(frame[name].max()) for name in ("user", "throughput_tok_s"))
     named: list[tuple[str, float, float]] = []
     for _, row in best.iterrows():
         text = f"{row['rate']:.3g}/s" if loads else f"{int(row['batch'])}"
         x, y = row["user"] / width, row["throughput_tok_s"] / height
         # Two policies at one load may lie next to each other: one label says both.
-        if any(text == t and abs(x - a) < NEAR and abs(y - b) < NEAR for t, a, b in named):
+        if any(text == t and abs(x - a) < 0.04 and abs(y - b) < 0.04 for t, a, b in named):
             continue
         named.append((text, x, y))
         axes.annotate(
@@ -193,17 +180,17 @@ def plot_over_time(rows: Rows) -> Figure:
     shown = [("batch", "requests running"), ("kv_blocks", "KV blocks in use")]
     for axes, (name, label) in zip(panels, shown, strict=False):
         for i, row in enumerate(rows):
-            look = {**series(i, 1, row["policy"]), "marker": ""}
+            line_of = {**look.series(i, 1, row["policy"]), "marker": ""}
             times, values = row["over_time"]["time_s"], row["over_time"][name]
-            axes.step(times, values, where="post", **look, label=_label(row["policy"]))
+            axes.step(times, values, where="post", **line_of, label=_label(row["policy"]))
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
-        style(axes)
+        look.style(axes)
     rate, batch = rows[0]["rate"], rows[0]["batch"]
     where = f"at {rate:.3g} requests/s" if rows[0]["concurrency"] is None and rate else ""
     panels[-1].set_xlabel(f"simulated time (s) {where or f'at batch {batch}'}")
-    legend(figure, 4, of=panels[0])
+    look.legend(figure, 4, of=panels[0])
     return figure
 
 
@@ -212,17 +199,8 @@ def plot_speedups(
 ) -> Figure:
     """Draw the speedup over no speculation by batch size and prompt length, a panel per policy.
 
-    Parameters
-    ----------
-    speedups:
-        By policy, an array of shape (batches, columns); NaN if nothing was served.
-    columns:
-        Labels of the columns.
-
-    Raises
-    ------
-    DraftsimError
-        If there is no policy, or an array has another shape.
+    ``speedups`` are arrays of shape (batches, columns), NaN where nothing was served; ``columns``
+    are labels.  Raises DraftsimError if there is no policy, or an array has another shape.
     """
     grids = {name: np.asarray(values, dtype=float) for name, values in speedups.items()}
     shape = len(batches), len(columns)
@@ -239,7 +217,9 @@ def plot_speedups(
     every = np.concatenate([grid.ravel() for grid in grids.values()])
     # As far to either side of 1, so that equal shades are equal factors.
     reach = max(
-        1 + LEAST_REACH, np.nanmax(every, initial=1.0), 1 / np.nanmin(every[every > 0], initial=1.0)
+        1 + look.LEAST_REACH,
+        np.nanmax(every, initial=1.0),
+        1 / np.nanmin(every[every > 0], initial=1.0),
     )
     scale = LogNorm(1 / reach, reach)
     for axes, (name, grid) in zip(panels.ravel(), grids.items(), strict=False):
@@ -264,7 +244,7 @@ def plot_speedups(
     bar.set_label("speedup over\nno speculation", fontsize=8)
     bar.ax.yaxis.set_major_locator(FixedLocator([1 / reach, reach**-0.5, 1, reach**0.5, reach]))
     bar.ax.yaxis.set_minor_locator(NullLocator())
-    mark_bar(bar)
+    look.mark_bar(bar)
     return figure
 
 
@@ -290,7 +270,7 @@ def _frame(rows: Rows) -> pd.DataFrame:
 
 
 def _by_policy(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return [(p, frame[frame["policy"] == p]) for p in dict.fromkeys(frame["policy"].tolist())]
+    return [(str(name), part) for name, part in frame.groupby("policy", sort=False)]
 
 
 def _label(policy: str) -> str:
@@ -305,8 +285,8 @@ def _plain_logarithm(axis: Axis) -> None:
 
 
 def _finish(figure: Figure, axes: Axes) -> None:
-    style(axes)
-    legend(figure, 4)
+    look.style(axes)
+    look.legend(figure, 4)
 
 
 MOST_CONTEXTS = 5
@@ -330,7 +310,12 @@ def draw(
     said = assumption(latency, max(s.limits.max_batch for s in scenarios))
 
     def save(figure: Figure, name: str) -> Path:
-        return save_all_kinds(figure, folder / f"{name}.png", said, title)
+        return look.save_all_kinds(figure, folder / f"{name}.png", said, title)
+
+    def pareto() -> list[Path]:
+        """Draw tokens/s of a user against those of all; nothing if no output has two tokens."""
+        spoken = [row for row in finished if row["tpot_s"]["mean"] > 0]
+        return [save(plot_pareto(spoken), "pareto")] if spoken else []
 
     finished = [row for row in rows if row["requests"]]
     if not finished:
@@ -344,7 +329,7 @@ def draw(
         if loads == {None}:
             say("all arrivals have the same time: there is no load to draw latency against")
             return written
-        written += _pareto(finished, save)
+        written += pareto()
         names = {row["policy"] for row in finished}
         baseline = "autoregressive" if "autoregressive" in names else None
         for metric, name in (("e2e_s", "e2e"), ("tpot_s", "tpot"), ("ttft_s", "ttft")):
@@ -355,7 +340,7 @@ def draw(
         return written
     last = [row for row in finished if row["batch"] == finished[-1]["batch"]]
     written = [
-        *_pareto(finished, save),
+        *pareto(),
         save(plot_latency_throughput(finished), "latency_throughput"),
         save(plot_over_time(last), "over_time"),
     ]
@@ -367,12 +352,6 @@ def draw(
         figure = plot_speedups(grids, [s.limits.max_batch for s in scenarios], columns)
         written.append(save(figure, "speedup"))
     return written
-
-
-def _pareto(rows: Sequence[Mapping[str, Any]], save: Callable[[Figure, str], Path]) -> list[Path]:
-    """Draw tokens/s of a user against those of all; nothing if no output has two tokens."""
-    spoken = [row for row in rows if row["tpot_s"]["mean"] > 0]
-    return [save(plot_pareto(spoken), "pareto")] if spoken else []
 
 
 def _speedups(
@@ -421,15 +400,6 @@ def assumption(latency: LatencyTable, batch: int) -> str:
 
 
 Pairs = Sequence[Sequence[float]]
-BEYOND = 1.25
-"""How far the figure reaches beyond the rate that was asked for."""
-
-
-class Crossing(NamedTuple):
-    """A rate at which two policies need equally many replicas, and each fewer on one side."""
-
-    rate: float
-    replicas: float
 
 
 def limits(pairs: Pairs) -> Floats:
@@ -457,8 +427,8 @@ def needed(row: Mapping[str, Any]) -> Floats:
     return steps
 
 
-def crossings(one: Pairs, other: Pairs) -> list[Crossing]:
-    """Return the points where the lines of two policies cross by more than rates are found to."""
+def crossings(one: Pairs, other: Pairs) -> list[tuple[float, float]]:
+    """Return (rate, replicas) where the lines of two policies cross by more than `FINE`."""
     a, b = limits(one), limits(other)
     most = min(len(a), len(b))
     with np.errstate(divide="ignore", invalid="ignore"):  # no rate at few replicas
@@ -469,13 +439,12 @@ def crossings(one: Pairs, other: Pairs) -> list[Crossing]:
         if gaps[left] * gaps[right] < 0:
             share = gaps[left] / (gaps[left] - gaps[right])
             count = left + 1 + share * (right - left)
-            found.append(Crossing(float(np.interp(count, np.arange(1, most + 1), a)), float(count)))
+            found.append((float(np.interp(count, np.arange(1, most + 1), a)), float(count)))
     return found
 
 
 def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Plot replicas needed over the rate of requests; rows of `simulator.capacity.plan` with
-    curves.
+    """Plot replicas needed over request rates; rows of `simulator.capacity.plan` with curves.
 
     Markers stand at the rate asked for, with the interval over replications; rings where the
     line of a policy crosses that of no speculation.
@@ -484,28 +453,28 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
     if not drawn:
         raise DraftsimError("no row has a curve: plan with curve=True, or relax the targets")
     rate = rows[0]["rate"]
-    end = BEYOND * rate
-    figure, axes = canvas(6.4, 4.0)
+    end = 1.25 * rate
+    figure, axes = look.canvas(6.4, 4.0)
     tops = [1.0]
     # Lines that coincide would hide each other: each is drawn a little off its own number.
     spread: Floats = np.linspace(-0.06, 0.06, len(drawn)) * (len(drawn) - 1)
     for (i, row), shift in zip(drawn, spread, strict=True):
         steps = needed(row)
-        look = series(i, 1)
+        line_of = look.series(i, 1)
         x = np.concatenate(([0.0], steps[steps < end]))
         y = np.arange(1, len(x) + 1)
         if len(x) <= len(steps):  # this many meet the SLO beyond the figure
             x, y = np.append(x, end), np.append(y, y[-1])
         else:
             y = np.append(y[:-1], y[-2])
-        axes.step(x, y + shift, where="post", **{**look, "marker": ""}, label=row["policy"])
+        axes.step(x, y + shift, where="post", **{**line_of, "marker": ""}, label=row["policy"])
         tops.append(float(y[-1]))
         if row["replicas"] is not None:
             count, low, high = (row[f"replicas{which}"] for which in ("", "_lo", "_hi"))
             bar = [[count - (low or count)], [(high or count) - count]]
             axes.errorbar(
-                [rate * (1 + 0.06 * shift)], [count + shift], bar,
-                color=look["color"], marker=look["marker"], markersize=5, capsize=2, linewidth=1,
+                [rate * (1 + 0.06 * shift)], [count + shift], bar, color=line_of["color"],
+                marker=line_of["marker"], markersize=5, capsize=2, linewidth=1,
             )  # fmt: skip
     said = _mark_crossings(axes, drawn, spread, end)
     axes.axvline(rate, color=GREY, linewidth=0.8, zorder=0)
@@ -518,8 +487,8 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
     axes.set_xlabel(
         f"requests per second (markers: at {rate:.4g}/s{', bars: 95%' if bars else ''})\n{said}"
     )
-    style(axes)
-    legend(figure, 3)
+    look.style(axes)
+    look.legend(figure, 3)
     return figure
 
 
@@ -531,15 +500,15 @@ def _mark_crossings(
         return f"{PLAIN} meets the SLO at no rate"
     marked = 0
     for (i, row), shift in zip(drawn, shifts, strict=True):
-        look = {"color": series(i, 1)["color"]}
-        for crossing in crossings(row["curve"], plain) if row["policy"] != PLAIN else ():
-            if crossing.rate < end:
+        line_of = {"color": look.series(i, 1)["color"]}
+        for rate, _ in crossings(row["curve"], plain) if row["policy"] != PLAIN else ():
+            if rate < end:
                 # On the policy's own step, where the eye looks for it.
-                step = float(needed(row).searchsorted(crossing.rate)) + 1 + shift
-                axes.plot(crossing.rate, step, marker="o", markersize=9, fillstyle="none", **look)
+                step = float(needed(row).searchsorted(rate)) + 1 + shift
+                axes.plot(rate, step, marker="o", markersize=9, fillstyle="none", **line_of)
                 axes.annotate(
-                    f"{crossing.rate:.3g}/s", (crossing.rate, step), xytext=(4, 8), fontsize=7,
-                    textcoords="offset points", **look,
+                    f"{rate:.3g}/s", (rate, step), xytext=(4, 8), fontsize=7,
+                    textcoords="offset points", **line_of,
                 )  # fmt: skip
                 marked += 1
     return f"rings: crosses {PLAIN}" if marked else f"no line crosses that of {PLAIN}"

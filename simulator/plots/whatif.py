@@ -18,20 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from policies.registry import is_bound
 from simulator.palette import COLOURS, GREY, INK
-from simulator.plots.look import (
-    SHADES,
-    canvas,
-    cell_edges,
-    draw_edge,
-    draw_map,
-    legend,
-    log_ticks,
-    mark_bar,
-    powers_of_two,
-    series,
-    shading,
-    style,
-)
+from simulator.plots import look
 from simulator.whatif.breakeven import Surface, break_even, surface
 from simulator.whatif.ladder import PARTS
 from traces.errors import DraftsimError
@@ -48,7 +35,6 @@ LABELS = {
     "gamma": "draft length γ (tokens)",
     "k": "draft length K (tokens)",
 }
-LOGARITHMIC = frozenset({"c", "batch", "context"})
 MOST_LINES = 7
 """As many lines as colours, dashes and markers can tell apart, besides the thin grey ones."""
 
@@ -136,7 +122,7 @@ def plot_break_even(frame: pd.DataFrame, of: str = "") -> Figure:
     """
     found, key = break_even(frame, "c"), "alpha_asked"
     names = list(dict.fromkeys(found["policy"].astype(str)))
-    figure, axes = canvas(6.4, 4.4)
+    figure, axes = look.canvas(6.4, 4.4)
     chosen = names if len(names) <= MOST_LINES else _furthest(found, names)
     for name in (n for n in names if n not in chosen):
         part = found[found["policy"] == name].sort_values(key)
@@ -149,9 +135,9 @@ def plot_break_even(frame: pd.DataFrame, of: str = "") -> Figure:
         label = name
         if not np.isfinite(mid).any():
             label += " (a speedup everywhere)" if np.isinf(raw).all() else " (no line)"
-        look = series(i, len(at))
-        axes.fill_between(at, low, high, color=look["color"], alpha=0.12, linewidth=0)
-        axes.plot(at, mid, label=label, **look)
+        line_of = look.series(i, len(at))
+        axes.fill_between(at, low, high, color=line_of["color"], alpha=0.12, linewidth=0)
+        axes.plot(at, mid, label=label, **line_of)
     if others := len(names) - len(chosen):
         axes.plot([], [], color="#B8B8B8", linewidth=0.7, label=f"{others} others")
     shown = [v for line in axes.get_lines() for v in np.asarray(line.get_ydata(), float)]
@@ -159,11 +145,11 @@ def plot_break_even(frame: pd.DataFrame, of: str = "") -> Figure:
     own = own[np.isfinite(own)]
     if len(own) and (own > 0).all():
         axes.set_yscale("log")
-        log_ticks(axes.yaxis, own, swept=False)
+        look.log_ticks(axes.yaxis, own, swept=False)
     axes.set_xlabel(LABELS["alpha"])
     axes.set_ylabel(f"largest {LABELS['c']}\nwith a speedup")
-    style(axes, "both")
-    legend(figure, 2, of)
+    look.style(axes, "both")
+    look.legend(figure, 2, of)
     return figure
 
 
@@ -186,8 +172,8 @@ def plot_adapting(frame: pd.DataFrame, of: str = "") -> Figure:
     ):
         found = surface(rows.assign(speedup=rows[column]), "c", "alpha")
         log = _scale(axes, "c", "alpha", found)
-        sides = [cell_edges(v, g) for v, g in zip((found.x, found.y), log, strict=True)]
-        image = axes.pcolormesh(*sides, found.values, cmap=SHADES, rasterized=True)
+        sides = [look.cell_edges(v, g) for v, g in zip((found.x, found.y), log, strict=True)]
+        image = axes.pcolormesh(*sides, found.values, cmap=look.SHADES, rasterized=True)
         bar = figure.colorbar(image, ax=axes, pad=0.02)
         bar.set_label(label, fontsize=8)
         bar.ax.tick_params(labelsize=8)
@@ -226,29 +212,29 @@ def plot_batches(frame: pd.DataFrame, of: str = "") -> Figure:
         lines += [(policy, own[own["policy"] == policy]) for policy in others]
         for i, (label, found) in enumerate(lines):
             line = found.sort_values("batch")
-            look = series(i, len(line), label)
+            line_of = look.series(i, len(line), label)
             called = f"{label}\n(knows every outcome)" if is_bound(label) else label
-            axes.plot(line["batch"], line["speedup"], label=called, **look)
+            axes.plot(line["batch"], line["speedup"], label=called, **line_of)
             axes.fill_between(
                 line["batch"], line["speedup_lo"], line["speedup_hi"],
-                color=look["color"], alpha=0.18, linewidth=0,
+                color=line_of["color"], alpha=0.18, linewidth=0,
             )  # fmt: skip
         axes.axhline(1, color=INK, linewidth=0.8)
-        powers_of_two(axes, sorted(own["batch"].unique()))
+        look.powers_of_two(axes, sorted(own["batch"].unique()))
         axes.set_xlabel(LABELS["batch"])
         several = sum(name == other for other, _ in names) > 1
         axes.set_title(f"{name} on {gpu}" if several else name, fontsize=8, color=INK)
-        style(axes, "both")
+        look.style(axes, "both")
     panels[0].set_ylabel("speedup over no speculation (×)")
     if left := len(every) - len(others):
         panels[0].plot([], [], " ", label=f"({left} slower, not drawn)")
-    legend(figure, title=of, of=panels[0])
+    look.legend(figure, title=of, of=panels[0])
     return figure
 
 
 def plot_ladder(rungs: pd.DataFrame) -> Figure:
     """Plot time per token of every rung as shares of plain decoding's; rows of `ladder.ladder`."""
-    figure, axes = canvas(8.2, 0.3 * len(rungs) + 1.4)
+    figure, axes = look.canvas(8.2, 0.3 * len(rungs) + 1.4)
     y = np.arange(len(rungs))[::-1]
     labels = {
         "useful_draft": "drafts accepted", "wasted_draft": "drafts rejected",
@@ -287,8 +273,8 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
     axes.set_ylim(-0.8, len(rungs) - 0.2)
     axes.set_xlabel("time per token, no speculation = 1;  speedup [95% interval]  "
                     "share of the oracle's gain")  # fmt: skip
-    style(axes, "x")
-    legend(figure, 5)
+    look.style(axes, "x")
+    look.legend(figure, 5)
     return figure
 
 
@@ -315,15 +301,15 @@ def _maps(maps: Sequence[tuple[str, Surface]], x: str, y: str) -> Figure:
     rows = -(-len(maps) // columns)
     figure = Figure(figsize=(1.1 + 2.9 * columns, 0.8 + 2.5 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    scale = shading(*(found.values for _, found in maps))
+    scale = look.shading(*(found.values for _, found in maps))
     image: Any = None
     for i, (title, found) in enumerate(maps):
         axes = grid[i // columns][i % columns]
         log = _scale(axes, x, y, found)
-        image = draw_map(axes, found.x, found.y, found.values, scale, log=log)
+        image = look.draw_map(axes, found.x, found.y, found.values, scale, log=log)
         for bound in (found.low, found.high):
             if np.isfinite(bound).all():
-                draw_edge(axes, found.x, found.y, bound, log=log, bound=True)
+                look.draw_edge(axes, found.x, found.y, bound, log=log, bound=True)
         axes.set_title(title, fontsize=9, color=INK)
         axes.tick_params(labelleft=i % columns == 0, labelbottom=i + columns >= len(maps))
     for blank in grid.ravel()[len(maps) :]:
@@ -332,7 +318,7 @@ def _maps(maps: Sequence[tuple[str, Surface]], x: str, y: str) -> Figure:
     figure.supylabel(LABELS[y], fontsize=9)
     bar = figure.colorbar(image, ax=grid, shrink=0.8, pad=0.02)
     bar.set_label("speedup over no speculation (hatched: slower)", fontsize=8)
-    mark_bar(bar)
+    look.mark_bar(bar)
     return figure
 
 
@@ -342,10 +328,10 @@ def _scale(axes: Axes, x: str, y: str, found: Surface) -> tuple[bool, bool]:
     for name, points, axis, put in (
         (x, found.x, axes.xaxis, axes.set_xscale), (y, found.y, axes.yaxis, axes.set_yscale)
     ):  # fmt: skip
-        logs.append(name in LOGARITHMIC and bool((points > 0).all()))
+        logs.append(name in ("c", "batch", "context") and bool((points > 0).all()))
         if logs[-1]:
             put("log")
-            log_ticks(axis, points)
+            look.log_ticks(axis, points)
         elif name in ("gamma", "k"):
             axis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(colors=INK, labelsize=8, length=3)

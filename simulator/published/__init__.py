@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib.resources import files
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -21,8 +20,7 @@ QUANTISED = {"meta-llama/Llama-3.1-70B": "nf4"}
 """int4 by GammaTune's table, int8 by its text: its kernels are not those of the others."""
 
 
-@dataclass(frozen=True)
-class PaperTable:
+class PaperTable(NamedTuple):
     """A published table: rows by name, values in the order of the columns."""
 
     name: str
@@ -76,9 +74,8 @@ class PublishedStudy(NamedTuple):
     engine: str
     mode: Literal["eager", "graph"]
     runs: tuple[PublishedRun, ...]
-    libraries: tuple[tuple[str, str], ...] = ()
-    """Weight formats and the libraries whose kernels read them, where these are not the engine's
-    own."""
+    libraries: Mapping[str, str] = {}
+    """Libraries whose kernels read a weight format, where these are not the engine's own."""
 
 
 class Length(NamedTuple):
@@ -99,13 +96,6 @@ class EngineRun(NamedTuple):
     tokens_per_s: float
     emitted: float | None
     """Tokens a round; None if it was not said."""
-
-
-class EngineStudy(NamedTuple):
-    """Runs of one engine and pair, by load and draft length; 0 is plain decoding."""
-
-    name: str
-    runs: Mapping[int, Mapping[int, EngineRun]]
 
 
 def published_rows(name: str) -> Iterator[dict[str, str]]:
@@ -150,37 +140,34 @@ def _studies() -> tuple[PublishedStudy, ...]:
             int(row["new_tokens"]), int(row["context"]),
         )  # fmt: skip
         runs.setdefault(row["study"], []).append(run)
-    found = []
-    for row in published_rows("studies"):
-        mode: Literal["eager", "graph"] = "eager" if row["mode"] == "eager" else "graph"
-        libraries = [part.split("=") for part in row["libraries"].split("; ") if part]
-        found.append(
-            PublishedStudy(
-                row["name"], row["engine"], mode, tuple(runs[row["name"]]),
-                tuple((name, library) for name, library in libraries),
-            )
-        )  # fmt: skip
-    return tuple(found)
+    return tuple(
+        PublishedStudy(
+            row["name"], row["engine"], "eager" if row["mode"] == "eager" else "graph",
+            tuple(runs[row["name"]]),
+            dict(part.split("=") for part in row["libraries"].split("; ") if part),
+        )
+        for row in published_rows("studies")
+    )  # fmt: skip
 
 
 def _ladders() -> dict[str, dict[int, Length]]:
     found: dict[str, dict[int, Length]] = {}
     for row in published_rows("ladders"):
-        gains = tuple(float(row[name]) for name in CLASSES)
-        speed, emitted, cycle = (float(row[name]) for name in ("tokens_per_s", "emitted", "cycle"))
-        length = Length(speed, emitted, cycle, gains)
-        found.setdefault(row["drafter"], {})[int(row["draft_length"])] = length
+        found.setdefault(row["drafter"], {})[int(row["draft_length"])] = Length(
+            float(row["tokens_per_s"]), float(row["emitted"]), float(row["cycle"]),
+            tuple(float(row[name]) for name in CLASSES),
+        )  # fmt: skip
     return found
 
 
-def _engines() -> tuple[EngineStudy, ...]:
+def _engines() -> dict[str, dict[int, dict[int, EngineRun]]]:
     found: dict[str, dict[int, dict[int, EngineRun]]] = {}
     for row in published_rows("engines"):
         emitted = float(row["emitted"]) if row["emitted"] else None
         loads = found.setdefault(row["study"], {})
         run = EngineRun(float(row["tokens_per_s"]), emitted)
         loads.setdefault(int(row["load"]), {})[int(row["draft_length"])] = run
-    return tuple(EngineStudy(name, runs) for name, runs in found.items())
+    return found
 
 
 SOURCES = {
@@ -215,3 +202,4 @@ RTX3090_PLAIN = 41.57
 RTX3090 = _ladders()
 """A ladder of draft lengths by drafter."""
 ENGINE_STUDIES = _engines()
+"""Runs by study, load and draft length; 0 is plain decoding."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -25,6 +26,7 @@ from markupsafe import Markup, escape
 from policies.arrays import Floats
 from policies.lengths.basic import Fixed
 from policies.registry import is_bound
+from simulator import summary
 from simulator.bootstrap import gain, resamples
 from simulator.hardware.scaling import bounds_of, bounds_words, scaling_words
 from simulator.palette import COLOURS
@@ -32,22 +34,7 @@ from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios
 from simulator.recording import Recording
 from simulator.serving import sweep
-from simulator.summary import (
-    degenerate,
-    gains_over,
-    price_all,
-    speedups_over,
-    summarize,
-    summarize_runs,
-    to_rows,
-)
-from simulator.tune.costs import (
-    DEFAULT_LENGTHS,
-    default_contexts,
-    fixed_logs,
-    longest_draft,
-    price_grid,
-)
+from simulator.tune import costs
 from simulator.tune.served import check_seed, closed_load, rivals
 from simulator.tune.vllm import tune_vllm
 from simulator.validation import compare, verdict
@@ -66,16 +53,10 @@ Sums = list[float]
 
 MOST_GAMMA = 12
 """Longest fixed draft length that the page has curves of."""
-DIGITS = 3
-"""Significant digits of a slider's stops; only the pair's own has all of its digits."""
 ALPHAS = (*(round(0.05 * i, 2) for i in range(20)), 0.98)
 """Stops of the acceptance slider; the recording is tilted to all but 0."""
-SERVED_BATCHES = 6
-"""Batch sizes at which engines are served in simulated time, at most."""
 REPLICATIONS = 2
 """Replications that ``draftsim tune --check`` serves, on the same random numbers."""
-MAPPED_CONTEXTS = 8
-"""Contexts of the map of best lengths, at most."""
 SHOWN = 5e-4
 """Relative differences below which a page of tenths of a percent shows none."""
 
@@ -94,30 +75,12 @@ def report_data(
 ) -> dict[str, Any]:
     """Return the data of the page about a recording, which `render` shows.
 
-    Parameters
-    ----------
-    trace, latency:
-        The recording and its costs.
-    logs:
-        Replays of `trace` to rank, one per policy and source; the best fixed draft length is
-        added.
-    notes:
-        Remarks by policy (`simulator.whatif.ranking`).
-    measured:
-        Real runs to compare predictions with.
-    pair:
-        Names of the ``target`` and the ``draft``, if the trace does not name them in full.
-    serve:
-        True to serve batches in simulated time, where the table has measured some.
-    resamples:
-        Bootstrap resamples over prompts.
-    progress:
-        Called with what is being computed, part after part.
+    ``logs`` are replays of `trace`, one per policy and source, with ``notes`` on policies; the best
+    fixed draft length is added.  ``measured`` runs are compared with predictions.  ``pair`` names
+    ``target`` and ``draft``, if the trace does not in full.  With `serve`, batches are served in
+    simulated time where the table has measured some.  ``progress`` is told what comes next.
 
-    Raises
-    ------
-    DraftsimError
-        If there is no log, or as in the computations for the page.
+    Raises DraftsimError if there is no log, or as in the computations for the page.
     """
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")
@@ -162,8 +125,10 @@ def render(data: dict[str, Any], title: str) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True,
                               lstrip_blocks=True)  # fmt: skip
     environment.filters.update(
-        speedup=_speedup, percent=_percent, signed=_signed, figure=_figure, named=_named
-    )
+        speedup=lambda value: "–" if value is None else three_digits(value), percent=_percent,
+        signed=lambda value: "–" if value is None else f"{100 * value:+.1f}%",
+        figure=lambda value: f"{value:.3g}", named=_named,
+    )  # fmt: skip
     return environment.from_string(_asset("page.html")).render(
         title=title,
         data=data,
@@ -250,17 +215,16 @@ def tilted(
 
 
 def _significant(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+    """Return the stop of a slider at `value`; only the pair's own has all of its digits."""
+    return float(f"{value:.3g}")
 
 
 def loads(trace: Trace, latency: LatencyTable, serve: bool, draws: int) -> dict[str, Any]:
-    """Return ``batches``, ``contexts`` and ``serving``; None where nothing was measured for
-    them.
-    """
+    """Return ``batches``, ``contexts`` and ``serving``; None where nothing was measured."""
     sizes = latency.usual_batches
     if len(sizes) < 2:
         return {"batches": None, "contexts": None, "serving": None}
-    plain, logs = fixed_logs(trace, [k for k in DEFAULT_LENGTHS if k])
+    plain, logs = costs.fixed_logs(trace, [k for k in costs.DEFAULT_LENGTHS if k])
     weights = resamples(len(trace.requests), draws, 0)
     priced = [plain, *logs.values()]
     return {
@@ -284,7 +248,7 @@ def speedups(
     """
     found = []
     for batch, context in product(sizes, contexts):
-        grid = price_grid(logs, latency, batch, context)
+        grid = costs.price_grid(logs, latency, batch, context)
         plain, *options = np.stack([grid.tokens, grid.seconds], axis=1)
         cell = np.array([gain(own, plain, weights) for own in options]).T
         found.append(np.where(np.isnan(cell), cell[0], cell))  # one prompt has no interval
@@ -299,10 +263,10 @@ def by_context(
 
     None where passes were measured at one context alone.
     """
-    measured = default_contexts(latency, max(lengths))
+    measured = costs.default_contexts(latency, max(lengths))
     if len(measured) < 2:
         return None
-    places = np.linspace(0, len(measured) - 1, min(len(measured), MAPPED_CONTEXTS))
+    places = np.linspace(0, len(measured) - 1, min(len(measured), 8))  # no more columns fit
     contexts = [measured[round(i)] for i in places]
     found = speedups(logs, latency, sizes, contexts, weights)
     best = found[0].argmax(axis=-1)
@@ -325,12 +289,12 @@ def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[s
     """
     tuned = tune_vllm(trace, latency, sizes, draws=400)
     at = {row["batch"]: row for row in tuned.rows}
-    some = sorted({sizes[round(i)] for i in np.linspace(0, len(sizes) - 1, SERVED_BATCHES)})
+    some = sorted({sizes[round(i)] for i in np.linspace(0, len(sizes) - 1, 6)})
     scenarios = [
         replace(closed_load(trace, b, None, check_seed(0), latency), replications=REPLICATIONS)
         for b in some
     ]
-    others = rivals(longest_draft(trace))
+    others = rivals(costs.longest_draft(trace))
     policies = others if tuned.document is None else {**others, "tuned": tuned.policy}
     rows = sweep(trace, latency, policies, scenarios)
     kept = [
@@ -361,11 +325,13 @@ def ranked(
     at any, ``note`` both; ``fitted`` policies were fitted to the pair's own costs, and would decide
     otherwise at others; ``own`` rows are drafted by that source.
     """
-    plain, *runs = price_all(logs, latency)
-    rows = to_rows(summarize_runs([plain, *runs], resamples=draws))[1:]
+    plain, *runs = summary.price_all(logs, latency)
+    rows = summary.to_rows(summary.summarize_runs([plain, *runs], resamples=draws))[1:]
     names = [row["policy"] for row in rows]
-    for row, run, same in zip(rows, runs, degenerate([run.log for run in runs]), strict=True):
-        slowed = speedups_over(plain, run)
+    for row, run, same in zip(
+        rows, runs, summary.degenerate([run.log for run in runs]), strict=True
+    ):
+        slowed = summary.speedups_over(plain, run)
         again = names.count(row["policy"]) > 1
         row["name"] = f"{row['policy']} ({row['source']})" if again else row["policy"]
         row["at_own"] = notes.get(row["policy"]) if row["source"] == own else None
@@ -421,8 +387,8 @@ def headline(
     drafted = [row for row in rows if row["own"]]
     first = winner(drafted)
     other = fixed if second is None else second
-    _, run, rival = price_all([own[top], own[other]], latency)
-    [(value, low, high)] = gains_over(rival, [run], resamples=draws)
+    _, run, rival = summary.price_all([own[top], own[other]], latency)
+    [(value, low, high)] = summary.gains_over(rival, [run], resamples=draws)
     known = bool(np.isfinite([low, high]).all())
     return {
         "policy": top, "fixed": fixed, "next": second,
@@ -487,12 +453,10 @@ def _categories(
     trace: Trace, logs: Sequence[RoundLog], latency: LatencyTable, draws: int
 ) -> dict[str, Any] | None:
     """Return speedups by category; None where there is one category alone."""
-    sizes: dict[str, int] = {}
-    for request in trace.requests:
-        sizes[request.category] = sizes.get(request.category, 0) + 1
+    sizes = Counter(request.category for request in trace.requests)
     if len(sizes) < 2:
         return None
-    rows = to_rows(summarize(logs, latency, resamples=draws, by_category=True))
+    rows = summary.to_rows(summary.summarize(logs, latency, resamples=draws, by_category=True))
     kept = ("category", "policy", "source", "speedup", "speedup_lo", "speedup_hi")
     return {
         "names": list(sizes),
@@ -512,7 +476,7 @@ def _validation(
         return None
     rows = compare([price(log, latency) for log in own.values()], times)
     left_out = sorted(set(measured.times["policy"]) - set(own))
-    return {**verdict(rows)._asdict(), "rows": to_rows(rows), "left_out": left_out}
+    return {**verdict(rows)._asdict(), "rows": summary.to_rows(rows), "left_out": left_out}
 
 
 def names_of(recording: Recording) -> Mapping[str, str]:
@@ -546,22 +510,10 @@ def _asset(name: str) -> str:
     return files("simulator.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _speedup(value: float | None) -> str:
-    return "–" if value is None else three_digits(value)
-
-
 def _percent(value: float | None, digits: int = 0) -> str:
     return "–" if value is None else f"{100 * value:.{digits}f}%"
-
-
-def _signed(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:+.1f}%"
 
 
 def _named(policy: str) -> Markup:
     """Return a policy's name that may break after its marks, and not within its words."""
     return Markup(re.sub(r"([:,=_])", r"\1<wbr>", str(escape(policy))))
-
-
-def _figure(value: float) -> str:
-    return f"{value:.3g}"

@@ -33,8 +33,6 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 
-FEWEST_STEPS = 200
-
 
 class BatchSteps(NamedTuple):
     """Steps of a batch, arrays of shape (steps,): those of one sample of prompts after another."""
@@ -68,14 +66,9 @@ class BatchSteps(NamedTuple):
 
 
 def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> BatchSteps:
-    """Return steps of `batch` slots, a sample per generator.
+    """Return steps of `batch` slots, a sample per generator, which draws requests with replacement.
 
-    Each draws requests with replacement, so that steps vary with them.
-
-    Raises
-    ------
-    DraftsimError
-        If ``batch < 1`` or the log has no rounds.
+    Raises DraftsimError if ``batch < 1`` or the log has no rounds.
     """
     if batch < 1:
         raise DraftsimError(f"batch is {batch}, expected at least 1")
@@ -91,24 +84,22 @@ def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> 
 
 
 def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
-    """Return rounds dealt to the slots, shape (steps, batch); request i has those from
-    ``bounds[i]``.
-    """
+    """Return rounds dealt to slots, shape (steps, batch); request i has those from bounds[i]."""
     counts = np.diff(bounds)
     usable = np.flatnonzero(counts)
     # A bootstrap sample of prompts serves all slots, each in its own order.
     drawn = rng.choice(usable, len(usable))
     total = int(counts[drawn].sum())
-    steps = min(total, max(FEWEST_STEPS, total // batch))
+    steps = min(total, max(200, total // batch))
     # Slots begin in the midst of a request: else all would begin together.
     slots = [(rng.permutation(drawn), int(rng.integers(total))) for _ in range(batch)]
     order = np.concatenate([own for own, _ in slots])
-    # The slots' rounds are counted on, so that one search finds whose turn it is in each.
+    # The slots' rounds are counted on, so that one search finds the request that each one runs.
     ends = np.cumsum(counts[order])
     place = (np.arange(steps)[:, None] + [begin for _, begin in slots]) % total
     place += total * np.arange(batch)
-    turn = ends.searchsorted(place, side="right")
-    return np.asarray(place - ends[turn] + bounds[order[turn] + 1])
+    now = ends.searchsorted(place, side="right")
+    return np.asarray(place - ends[now] + bounds[order[now] + 1])
 
 
 def _summed(log: RoundLog, context: Ints, index: Ints) -> tuple[Any, ...]:
@@ -164,30 +155,15 @@ class Speedups(NamedTuple):
     """Share of passes read outside the measured cells, the larger one of the two sides."""
 
 
-class _Taken(NamedTuple):
-    """The time of a log's samples."""
-
-    each: Floats
-    """A token of every sample, shape (samples, prices)."""
-    prompt: Floats
-    """Every prompt, its rounds at the mean of their steps, shape (prices, prompts)."""
-    outside: float
-    """Share of passes read outside the measured cells."""
+Taken = tuple[Floats, Floats, float]
+"""The time of a log's samples: of a token in each, shape (samples, prices), and of every prompt, at
+the mean of its steps, shape (prices, prompts); and the share of passes outside measured cells."""
 
 
 class Samples:
-    """Bootstrap samples of a log's prompts in batches of one size.
+    """Bootstrap samples, `count` of them, of a log's prompts in batches of one size.
 
-    Parameters
-    ----------
-    log:
-        Rounds of single streams under a policy.
-    batch:
-        Slots.
-    count:
-        Samples.
-    seed:
-        Seed: logs of the same requests draw the same prompts in the same order.
+    With one `seed`, logs of the same requests draw the same prompts in the same order.
     """
 
     def __init__(self, log: RoundLog, batch: int, count: int, seed: int) -> None:
@@ -198,7 +174,7 @@ class Samples:
         prompts = len(self._rounds)
         self._request = self.steps.request.ravel()
         self._drawn = np.bincount(self._request, minlength=prompts)
-        self._priced: dict[tuple[LatencyTable, float | None], _Taken] = {}
+        self._priced: dict[tuple[LatencyTable, float | None], Taken] = {}
 
     @property
     def drawn(self) -> Bools:
@@ -219,36 +195,27 @@ class Samples:
         )
         return np.asarray(total / np.maximum(self._drawn, 1) * self._rounds)
 
-    def at_latency(self, latency: LatencyTable, context: float | None) -> _Taken:
+    def at_latency(self, latency: LatencyTable, context: float | None) -> Taken:
         """Return the time with measured or assumed passes; one price, cached."""
         if (latency, context) not in self._priced:
             seconds, passes = step_costs(self.steps, latency, context)
-            self._priced[latency, context] = _Taken(
-                self.each(seconds)[:, None], self.prompt(seconds)[None], passes.outside
-            )
+            each, prompt = self.each(seconds)[:, None], self.prompt(seconds)[None]
+            self._priced[latency, context] = each, prompt, passes.outside
         return self._priced[latency, context]
 
-    def at_ratios(self, c: Floats, verify: float) -> _Taken:
-        """Price with a draft pass of c and a verification of `verify` target passes; prices as
-        `c`.
-        """
+    def at_ratios(self, c: Floats, verify: float) -> Taken:
+        """Return the time with a draft pass of c and a verification of `verify` target passes."""
         steps = self.steps
         costs = RatioCosts.of(steps.emitted, steps.longest, steps.width > 1)
         each, prompt = (costs.summed(own).at(c, verify) for own in (self.each, self.prompt))
-        return _Taken(each.T, prompt, 0.0)
+        return each.T, prompt, 0.0
 
 
 class InBatches:
     """A log in batches of one size, resampled: prices any table or cost ratio.
 
-    Parameters
-    ----------
-    log, batch, seed:
-        Those of `Samples`.
-    resamples:
-        Bootstrap samples of prompts, besides one for the value.
-    plain:
-        That of another log of the same requests, with as many resamples.
+    `resamples` come in addition to one sample for the value.  ``plain`` is that of another log of
+    the same requests, with as many resamples.
     """
 
     def __init__(
@@ -266,22 +233,20 @@ class InBatches:
         return self._compared(*(s.at_latency(latency, context) for s in (self._own, self.plain)))
 
     def at_ratios(self, c: Floats, verify: float) -> Speedups:
-        """Price with a draft pass of c and a verification of `verify` target passes; shape of
-        `c`.
-        """
+        """Price with draft passes of c, verifications of `verify` target passes; shape of `c`."""
         c = np.atleast_1d(c)
         return self._compared(self._own.at_ratios(c, verify), self.plain.at_ratios(np.zeros(1), 1))
 
-    def _compared(self, ours: _Taken, plain: _Taken) -> Speedups:
-        ratios = plain.each / ours.each
+    def _compared(self, ours: Taken, plain: Taken) -> Speedups:
+        (each, prompt, outside), (plain_each, plain_prompt, plain_outside) = ours, plain
+        ratios = plain_each / each
         value = ratios.mean(axis=0)
         low = high = np.full_like(value, np.nan)
         if len(ratios) > 2 and self._prompts > 1:
             low, high = intervals(ratios)
-        slower = ours.prompt > plain.prompt * (1 + 1e-12)
+        slower = prompt > plain_prompt * (1 + 1e-12)
         drawn = self._own.drawn & self.plain.drawn
         return Speedups(
-            self._tokens * ours.each.mean(axis=0), value, low, high,
-            slower[:, drawn].mean(axis=1),
-            np.full(len(value), max(ours.outside, plain.outside)),
+            self._tokens * each.mean(axis=0), value, low, high, slower[:, drawn].mean(axis=1),
+            np.full(len(value), max(outside, plain_outside)),
         )  # fmt: skip

@@ -38,11 +38,8 @@ class Surface(NamedTuple):
 def surface(rows: pd.DataFrame, x: str, y: str) -> Surface:
     """Return the speedup of `rows` over the columns x and y, which must name one row a point.
 
-    Raises
-    ------
-    DraftsimError
-        If rows are missing or several share a point: select a policy and one value of
-        every other axis first.
+    Raises DraftsimError if rows are missing or several share a point: select a policy and one value
+    of every other axis first.
     """
     columns = [_axis(rows, x), _axis(rows, y)]
     names = [f"{x} ", f" {y}"]  # told apart even where x is y
@@ -289,9 +286,7 @@ def _words(
 
 
 def some_points(rows: pd.DataFrame, most: int = 26) -> pd.DataFrame:
-    """Return about `most` rows along every axis: all policies at points spread evenly over the
-    others.
-    """
+    """Return about `most` rows along each axis: all policies at points spread over the others."""
     kept = []
     for _, part in rows.groupby("along", sort=False):
         number = part.groupby(list(VARYING), sort=False, dropna=False).ngroup().to_numpy()

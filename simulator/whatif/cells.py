@@ -83,19 +83,10 @@ ANY = "any"
 
 @dataclass(frozen=True)
 class SweepPart:
-    """Replays that share a trace: the unit that is computed, kept and, if need be, lost.
-
-    Parameters
-    ----------
-    alpha:
-        Acceptance to tilt to; None leaves the recording as it is.
-    batch:
-        Sequences decoded together.
-    policies:
-        Names, of those the study holds.
-    """
+    """Replays that share a trace: the unit that is computed, kept and, if need be, lost."""
 
     alpha: float | None
+    """Acceptance to tilt to; None leaves the recording as it is."""
     batch: int
     policies: tuple[str, ...]
 
@@ -118,8 +109,7 @@ class SweepRunner:
     """Policies not asked for, left out where the recording does not reach."""
 
     def run(self, part: SweepPart) -> dict[str, npt.NDArray[Any]]:
-        """Return the rows of `part` as columns, without those that compare policies or tell the
-        tilt's error.
+        """Return the rows of `part` as columns, without those about other policies and tilts.
 
         Raises what `traces.replay.run.replay` and `simulator.pricing.price` raise.
         """
@@ -161,36 +151,30 @@ class SweepRunner:
 
     def _priced(self, streams: _Singles | InBatches) -> dict[str, npt.NDArray[Any]]:
         prices = self.prices
-        pieces: list[dict[str, Any]] = []
+        found: list[dict[str, Any]] = []
         if len(prices.ratios):
             c = np.asarray(prices.ratios, dtype=np.float64)
             none = dict.fromkeys(CARRIED, np.full(len(c), np.nan))
-            pieces.append({"c": c, **streams.at_ratios(c, prices.verify)._asdict(), **none})
+            found.append({"c": c, **streams.at_ratios(c, prices.verify)._asdict(), **none})
         for context, at in product(prices.contexts, prices.tables):
-            found = streams.at_latency(at.table, context)
+            own = streams.at_latency(at.table, context)
             ends = sorted(
                 streams.at_latency(table, context).speedup[0]
                 for table in bounds_of(at.table) or ()
             ) or [np.nan, np.nan]  # fmt: skip
             carried = {name: np.array([end]) for name, end in zip(CARRIED, ends, strict=True)}
-            pieces.append({"c": np.array([np.nan]), **found._asdict(), **carried})
-        return {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
+            found.append({"c": np.array([np.nan]), **own._asdict(), **carried})
+        return {k: np.concatenate([p[k] for p in found]) for k in found[0]}
 
     def _labels(self) -> dict[str, npt.NDArray[Any]]:
         """Return the labels that tell the prices of one log apart, shape (prices,)."""
         prices = self.prices
-        none = len(prices.ratios)
-        cells = [*product(prices.contexts, prices.tables)]
-        return {
-            "latency": np.array(["ratio"] * none + [t.latency for _, t in cells]),
-            "gpu": np.array([ANY] * none + [t.gpu for _, t in cells]),
-            "scaled": np.array([False] * none + [t.scaled for _, t in cells], dtype=bool),
-            "scale_error": np.array([0.0] * none + [t.error for _, t in cells]),
-            "fit_error": np.array([0.0] * none + [t.fit_error for _, t in cells]),
-            "context": np.array(
-                [np.nan] * none + [np.nan if k is None else float(k) for k, _ in cells]
-            ),
-        }  # fmt: skip
+        rows = [("ratio", ANY, False, 0.0, 0.0, np.nan)] * len(prices.ratios)
+        for context, at in product(prices.contexts, prices.tables):
+            rows.append((*at[:-1], np.nan if context is None else float(context)))
+        names = ("latency", "gpu", "scaled", "scale_error", "fit_error", "context")
+        columns = zip(*rows, strict=True)
+        return {name: np.array(column) for name, column in zip(names, columns, strict=True)}
 
     @cached_property
     def _weights(self) -> Floats | None:
@@ -204,12 +188,8 @@ class SweepRunner:
 class _Singles:
     """A log of single streams against plain decoding: prices any table or cost ratio.
 
-    Parameters
-    ----------
-    weights:
-        How often each prompt is drawn, shape (resamples, prompts); None: no interval.
-    plain:
-        That of another log of the same requests.
+    `weights` tell how often each prompt is drawn, shape (resamples, prompts); None: no interval.
+    ``plain`` is that of another log of the same requests.
     """
 
     def __init__(
@@ -234,9 +214,7 @@ class _Singles:
         return self._compared(plain_s, ours.decode_s[None], max(ours.outside, outside))
 
     def at_ratios(self, c: Floats, verify: float) -> Speedups:
-        """Price with a draft pass of c and a verification of `verify` target passes; shape of
-        `c`.
-        """
+        """Price with draft passes of c, verifications of `verify` target passes; shape of `c`."""
         costs = ratio_costs(self._held[None])
         return self._compared(costs.plain, costs.at(c, verify), 0.0)
 
@@ -264,6 +242,9 @@ def _at_context(log: RoundLog, context: int) -> RoundLog:
 class Prices:
     """The costs at which every round log is priced.
 
+    Raises DraftsimError if there is no price, one is impossible, a GPU is not known, or a table
+    cannot be carried over.
+
     Parameters
     ----------
     ratios:
@@ -277,12 +258,6 @@ class Prices:
         By role, formats that the models' weights are kept in instead of those measured.
     always:
         Draft passes that every round runs, whatever it drafts (`traces.replay.calls`).
-
-    Raises
-    ------
-    DraftsimError
-        If there is no price, one is impossible, a GPU is not known, or a table cannot be
-        carried over.
     """
 
     ratios: Sequence[float] = ()
@@ -360,9 +335,7 @@ class DeviceTable(NamedTuple):
 
 
 def device_name(latency: LatencyTable) -> str:
-    """Return the data-sheet name of a table's device where there is one, else as it was
-    recorded.
-    """
+    """Return the data-sheet name of a table's device if there is one, else as it was recorded."""
     try:
         return home_device(latency).name
     except DraftsimError:
@@ -380,9 +353,7 @@ def _scaling(latency: LatencyTable) -> tuple[bool, float, float]:
 
 
 def references(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, DraftPolicy]:
-    """Return the fixed lengths that the trace's tails allow and the oracle, less what `policies`
-    hold.
-    """
+    """Return the oracle and the fixed lengths that the tails allow, less what `policies` hold."""
     # After longer drafts than a log holds, what was accepted would be a guess.
     longest = longest_draft(trace)
     there = {
@@ -406,8 +377,7 @@ def family(name: str) -> str:
 
 
 def with_regrets(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with what the best fixed length and the oracle among them do at the same
-    point.
+    """Return the rows with what the best fixed length and the oracle do at the same point.
 
     New columns: ``best_fixed`` and ``best_gamma`` (0: plain decoding), ``oracle``,
     ``regret_fixed`` = 1 - speedup / best_fixed and ``regret_oracle`` likewise, and

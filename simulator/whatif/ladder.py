@@ -34,10 +34,7 @@ PARTS = ("useful_draft", "wasted_draft", "verify", "signal", "host")
 def split_prompts(trace: Trace, seed: int = 0) -> tuple[list[int], list[int]]:
     """Return prompt indices to train on and to hold out, half drawn within each category.
 
-    Raises
-    ------
-    DraftsimError
-        If either side would be empty.
+    Raises DraftsimError if either side would be empty.
     """
     if len(trace.requests) < 2:
         raise DraftsimError("one prompt cannot be split: record two or more")
@@ -75,29 +72,26 @@ def ladder(
     (`split_prompts`); the other policies (default: all single-stream ones whose signals the
     trace holds) have no say in the split.  ``progress`` is told what comes next.
 
-    Raises
-    ------
-    DraftsimError
-        If there is one prompt, or the latency table lacks a model.
+    Raises DraftsimError if there is one prompt, or the latency table lacks a model.
     """
     learned, tested = (trace.select(half) for half in split_prompts(trace, seed))
     progress("finding the best fixed length")
     gamma = best_fixed(learned, latency)
     progress("fitting the rate-optimal rule")
     fit = fit_rate_optimal(learned, latency)
-    arms: dict[str, tuple[str, DraftPolicy]] = {
+    rungs: dict[str, tuple[str, DraftPolicy]] = {
         f"fixed:gamma={gamma}": ("best-fixed" if gamma else "autoregressive", Fixed(gamma))
     }
     for name, policy in (policies if policies is not None else paper_policies(trace)).items():
-        arms.setdefault(name, ("policy", policy))
-    arms["rate-optimal"] = ("rate-optimal", fit.policy)
-    arms["oracle"] = ("oracle", Oracle(gamma_max=trace.max_gamma))
+        rungs.setdefault(name, ("policy", policy))
+    rungs["rate-optimal"] = ("rate-optimal", fit.policy)
+    rungs["oracle"] = ("oracle", Oracle(gamma_max=trace.max_gamma))
     progress("replaying policies")
-    logs = list(replay_many(tested, {name: policy for name, (_, policy) in arms.items()}))
+    logs = list(replay_many(tested, {name: policy for name, (_, policy) in rungs.items()}))
     progress("pricing policies")
     runs = price_all(logs, latency)
     table = summarize_runs(runs, resamples=resamples, seed=seed)
-    table["rung"] = ["autoregressive", *(rung for rung, _ in arms.values())]
+    table["rung"] = ["autoregressive", *(rung for rung, _ in rungs.values())]
     parts = pd.DataFrame([_parts(run, runs[0].total_s) for run in runs])
     table = pd.concat([table, parts], axis=1)
     best = table[table["rung"] == "oracle"].iloc[0]
@@ -111,7 +105,7 @@ def ladder(
     # Plain decoding comes first, and what never drafts is plain decoding again.
     again = [
         isinstance(p, Autoregressive) or (isinstance(p, Fixed) and not p.gamma)
-        for _, p in arms.values()
+        for _, p in rungs.values()
     ]
     table = table[~np.array([False, *again])]
     columns = [

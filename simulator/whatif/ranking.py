@@ -16,16 +16,9 @@ from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
 from policies.spec import parameters
+from simulator import summary
 from simulator.chosen import Named, Say, load_policies, named, say_left_out, silent
 from simulator.pricing import Priced, price
-from simulator.summary import (
-    accepted_mismatches,
-    degenerate,
-    gains_over,
-    price_all,
-    summarize_runs,
-    to_rows,
-)
 from simulator.whatif.ladder import GAMMAS, split_prompts
 from simulator.whatif.rate import Estimates, RateFit, fit_rate_optimal
 from traces.acceptance.trace import Trace
@@ -80,8 +73,7 @@ def fastest(logs: Sequence[RoundLog], latency: LatencyTable) -> RoundLog:
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")
     return min(
-        logs,
-        key=lambda log: price(log, latency).total_s / max(int(log.rounds["emitted"].sum()), 1),
+        logs, key=lambda log: price(log, latency).total_s / max(int(log.rounds["emitted"].sum()), 1)
     )
 
 
@@ -311,11 +303,13 @@ def ranked_rows(
     logs = ranking.logs if logs is None else logs
     for log in logs:
         check_layers(log, trace, latency)
-    runs = price_all(logs, latency, progress=progress)
+    runs = summary.price_all(logs, latency, progress=progress)
 
     def made(by_category: bool) -> list[Row]:
-        frame = summarize_runs(runs, resamples=resamples, prefill=prefill, by_category=by_category)
-        return ranking.noted(to_rows(frame))
+        frame = summary.summarize_runs(
+            runs, resamples=resamples, prefill=prefill, by_category=by_category
+        )
+        return ranking.noted(summary.to_rows(frame))
 
     overall = compared(made(False), runs, latency, against, resamples, prefill)
     if not by_category:
@@ -353,17 +347,17 @@ def compared(
             raise DraftsimError(
                 f"--against {against}: not among the policies shown: add --policy {against}"
             )
-    told = ["", *degenerate([run.log for run in runs[1:]])]
+    told = ["", *summary.degenerate([run.log for run in runs[1:]])]
     gains = (
         [] if rival is None
-        else gains_over(runs[rival], runs, resamples=resamples, prefill=prefill)
+        else summary.gains_over(runs[rival], runs, resamples=resamples, prefill=prefill)
     )  # fmt: skip
     found = []
     for i, (row, run, said) in enumerate(zip(rows, runs, told, strict=True)):
         more: Row = {
             "outside": run.outside_with(prefill), "unpriced": run.unpriced(latency, prefill),
-            "mismatches_accepted": accepted_mismatches(run.log), "against": None, "gain": None,
-            "gain_lo": None, "gain_hi": None,
+            "mismatches_accepted": summary.accepted_mismatches(run.log), "against": None,
+            "gain": None, "gain_lo": None, "gain_hi": None,
         }  # fmt: skip
         if rival is not None and i != rival:
             values = [value if math.isfinite(value) else None for value in gains[i]]

@@ -68,8 +68,7 @@ def first_acceptance(trace: Trace) -> float:
 
 
 def drafts_of_rounds(trace: Trace, judged: Ints, gamma: int) -> tuple[Ints, Ints]:
-    """Return indices into `judged` of tokens drafted by rounds of `gamma`, and their places in the
-    draft.
+    """Return indices into `judged` of tokens drafted by rounds of `gamma`, and places in the draft.
 
     A draft counts up to its first mismatch: what follows has no outcome of its own.
     """
@@ -156,8 +155,6 @@ DEFAULT_GAMMA = 20
 _ITERATIONS = 30
 TOLERANCE = 1e-6
 """Relative change of the rate at which its fixed point is reached."""
-FRACTIONS = (0.6, 0.7, 0.8, 0.9, 0.95, 1.05)
-"""Factors of the fixed point, tried where the estimates turn out not to be exact."""
 
 
 class RateFit(NamedTuple):
@@ -196,11 +193,8 @@ def fit_rate_optimal(
     ``batches`` beyond 1 are priced in step (`simulator.pricing.price`) and give rows of
     ``rate``.
 
-    Raises
-    ------
-    DraftsimError
-        If there is no training prompt, the estimates are unknown, or the table lacks a
-        model.
+    Raises DraftsimError if there is no training prompt, the estimates are unknown, or the table
+    lacks a model.
     """
     learned = trace if train is None else trace.select(train)
     if not len(learned.requests):
@@ -230,9 +224,7 @@ def fit_rate_optimal(
 def fit_estimates(
     trace: Trace, estimates: str, gamma: int
 ) -> tuple[AcceptanceEstimator, AcceptanceEstimator | None, float]:
-    """Return (acceptance of a drafted token, of the one after it, of a round's first) from
-    `trace`.
-    """
+    """Return acceptance in `trace` of (a drafted token, the one after it, a round's first)."""
     if estimates not in ("isotonic", "logistic", "none"):
         raise DraftsimError(f"estimates is {estimates!r}, expected isotonic, logistic or none")
     judged = judged_rows(trace)
@@ -272,9 +264,7 @@ def fit_estimates(
 def _smoothed(
     values: npt.NDArray[np.float64], match: npt.NDArray[np.bool_], rising: bool
 ) -> npt.NDArray[np.float64]:
-    """Return outcomes with the ends pooled: a first or last step of few samples claims
-    certainty.
-    """
+    """Return outcomes with the ends pooled: steps of few samples claim certainty."""
     result = match.astype(np.float64)
     order = np.argsort(values, kind="stable")
     pool = max(1, min(len(order) // 20, 25))
@@ -286,9 +276,7 @@ def _smoothed(
 def _best_rate(
     trace: Trace, latency: LatencyTable, rule: RateOptimal, batch: int, rate: float
 ) -> tuple[float, float]:
-    """Return the fixed point, from plain decoding's `rate` on, or a fraction of it that does
-    better, and the rate achieved with it.
-    """
+    """Return the fixed point from `rate` on, or a better fraction of it, and the rate achieved."""
 
     def achieved(*rates: float) -> list[float]:
         return _achieved(trace, latency, [rule.at_rate(r) for r in rates], batch)
@@ -302,7 +290,8 @@ def _best_rate(
         if following <= rate * (1 + TOLERANCE):
             break
     if tried[rate] < rate * (1 - TOLERANCE) or len(tried) == _ITERATIONS:
-        others = [fraction * rate for fraction in FRACTIONS]
+        # The estimates are not exact: another rate may do better than the fixed point.
+        others = [fraction * rate for fraction in (0.6, 0.7, 0.8, 0.9, 0.95, 1.05)]
         tried |= zip(others, achieved(*others), strict=True)
     most = max(tried.values())
     best = rate if tried[rate] >= most * (1 - TOLERANCE) else max(tried, key=lambda r: tried[r])

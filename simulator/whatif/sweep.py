@@ -71,6 +71,8 @@ _STEPS = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?$")
 class Sweep:
     """A grid of policies, acceptance rates, batches and prices over one recording.
 
+    Raises DraftsimError if an axis is empty or impossible, or the trace cannot be tilted.
+
     Parameters
     ----------
     trace:
@@ -90,11 +92,6 @@ class Sweep:
         Bootstrap resamples over prompts (in batches at most 30), and the seed of everything drawn.
     measure_tilt:
         True to measure the error of tilting on this recording's own prompt groups.
-
-    Raises
-    ------
-    DraftsimError
-        If an axis is empty or impossible, or the trace cannot be tilted.
     """
 
     def __init__(
@@ -137,7 +134,7 @@ class Sweep:
             # Searched together here, so that a part need not.
             shifts = dict(zip(self.alphas, tilter.shifts(self.alphas).tolist(), strict=True))
         added = references(trace, policies)
-        self.bench = SweepRunner(
+        self.runner = SweepRunner(
             trace, {**policies, **added}, prices, tilter, shifts, resamples, seed,
             frozenset(added),
         )  # fmt: skip
@@ -145,14 +142,14 @@ class Sweep:
     @property
     def policies(self) -> tuple[str, ...]:
         """Names of the policies asked for, which alone have rows."""
-        return tuple(n for n in self.bench.policies if n not in self.bench.references)
+        return tuple(n for n in self.runner.policies if n not in self.runner.references)
 
     @property
     def parts(self) -> list[SweepPart]:
         """The parts of the grid, in the order of its rows."""
         names = self.policies
         blocks = [names[i : i + POLICIES_A_PART] for i in range(0, len(names), POLICIES_A_PART)]
-        added = tuple(n for n in self.bench.policies if n in self.bench.references)
+        added = tuple(n for n in self.runner.policies if n in self.runner.references)
         blocks[0] += added
         rates: tuple[float | None, ...] = self.alphas or (None,)
         return [SweepPart(a, b, block) for a in rates for b in self.batches for block in blocks]
@@ -161,7 +158,7 @@ class Sweep:
     def rows(self) -> int:
         """Rows of the whole table."""
         rates = len(self.alphas) or 1
-        return len(self.policies) * rates * len(self.batches) * self.bench.prices.count
+        return len(self.policies) * rates * len(self.batches) * self.runner.prices.count
 
     def run(
         self,
@@ -174,12 +171,9 @@ class Sweep:
 
         Finished parts lie in the folder ``<out>.parts`` until all are there.
 
-        Raises
-        ------
-        DraftsimError
-            If a part fails (its parts so far are kept), or workers were lost and with them
-            parts: begun again, the sweep computes those alone.  If another process sweeps into
-            `out`.
+        Raises DraftsimError if a part fails (its parts so far are kept), or workers were lost and
+        with them parts: begun again, the sweep computes those alone; or if another process sweeps
+        into `out`.
         """
         if out is not None:
             check_no_recording(out)
@@ -196,7 +190,7 @@ class Sweep:
             done = {i: columns for i, columns in found.items() if columns is not None}
         missing = [i for i in range(len(parts)) if i not in done]
         progress(len(done), len(parts))
-        for place, result in executor.run(self.bench, [parts[i] for i in missing]):
+        for place, result in executor.run(self.runner, [parts[i] for i in missing]):
             index = missing[place]
             done[index] = result
             if kept is not None:
@@ -212,24 +206,24 @@ class Sweep:
     @property
     def description(self) -> dict[str, Any]:
         """Return what the table was made from, for the file's header."""
-        bench = self.bench
+        runner = self.runner
         return {
             "policies": list(self.policies), "alphas": list(self.alphas),
-            "batches": list(self.batches), "ratios": list(bench.prices.ratios),
-            "verify": bench.prices.verify, "contexts": list(bench.prices.contexts),
-            "latencies": {n: dict(t.meta) for n, t in bench.prices.latencies.items()},
+            "batches": list(self.batches), "ratios": list(runner.prices.ratios),
+            "verify": runner.prices.verify, "contexts": list(runner.prices.contexts),
+            "latencies": {n: dict(t.meta) for n, t in runner.prices.latencies.items()},
             "gpus": [
                 {"latency": t.latency, "gpu": t.gpu, "scaled": t.table.meta.get("scaled")}
-                for t in bench.prices.tables
+                for t in runner.prices.tables
             ],
-            "method": self.method, "resamples": bench.resamples, "seed": bench.seed,
+            "method": self.method, "resamples": runner.resamples, "seed": runner.seed,
             "confidence": CONFIDENCE,
             "tilt_error": None
             if self.error is None
             else {n: asdict(e) for n, e in self.error._asdict().items()},
             "trace": {
-                k: bench.trace.meta[k] for k in ("target", "draft", "device", "kind", "sampling")
-                if k in bench.trace.meta
+                k: runner.trace.meta[k] for k in ("target", "draft", "device", "kind", "sampling")
+                if k in runner.trace.meta
             },
         }  # fmt: skip
 
@@ -238,20 +232,19 @@ class Sweep:
         rates = columns["alpha"]
         columns["tilt_tried"] = columns["source"] == "recorded"
         columns["tilt_error"] = np.where(columns["tilt_tried"], 0.0, np.nan)
-        if self.error is not None and self.bench.tilter is not None:
-            recorded = self.bench.tilter.alpha
-            reads = {n: bool(p.reads) for n, p in self.bench.policies.items()}
+        if self.error is not None and self.runner.tilter is not None:
+            recorded = self.runner.tilter.alpha
+            errors = {n: self.error.of(bool(p.reads)) for n, p in self.runner.policies.items()}
             rows = list(zip(columns["policy"].tolist(), rates.tolist(), strict=True))
             known = {
-                (name, rate): (error.at(rate, recorded), error.tried(rate, recorded))
+                (name, rate): (errors[name].at(rate, recorded), errors[name].tried(rate, recorded))
                 for name, rate in set(rows)
-                for error in (self.error.of(reads[name]),)
             }
             columns["tilt_error"] = np.array([known[row][0] for row in rows])
             columns["tilt_tried"] = np.array([known[row][1] for row in rows])
         frame = with_regrets(pd.DataFrame(columns))
-        frame = frame[~frame["policy"].isin(list(self.bench.references))]
-        frame["cache_fits"] = cache_fits(frame, self.bench.prices, self.bench.trace)
+        frame = frame[~frame["policy"].isin(list(self.runner.references))]
+        frame["cache_fits"] = cache_fits(frame, self.runner.prices, self.runner.trace)
         return pd.DataFrame(
             {k: pd.Categorical(frame[k].astype(object)) if k in TEXT else frame[k].to_numpy()
              for k in COLUMNS}
@@ -261,13 +254,13 @@ class Sweep:
         """Return a digest of everything a part's rows depend on."""
         import joblib
 
-        bench = self.bench
+        runner = self.runner
         content: list[Any] = [
-            SCHEMA, dict(bench.trace.columns), [asdict(r) for r in bench.trace.requests],
-            bench.trace.max_gamma, identity(bench.policies), list(bench.prices.ratios),
-            bench.prices.verify, list(bench.prices.contexts),
-            [(*t[:-1], t.table.cells.to_dict("list")) for t in bench.prices.tables],
-            bench.prices.passes_always, self.method, bench.resamples, bench.seed,
+            SCHEMA, dict(runner.trace.columns), [asdict(r) for r in runner.trace.requests],
+            runner.trace.max_gamma, identity(runner.policies), list(runner.prices.ratios),
+            runner.prices.verify, list(runner.prices.contexts),
+            [(*t[:-1], t.table.cells.to_dict("list")) for t in runner.prices.tables],
+            runner.prices.passes_always, self.method, runner.resamples, runner.seed,
         ]  # fmt: skip
         try:
             return str(joblib.hash(content))
@@ -325,10 +318,7 @@ def parse_axis(
     ``a..b`` or ``a..b..step`` whole numbers, ``a,b,c`` these and ``a`` one.  `whole`
     rounds a range to whole numbers and refuses others.
 
-    Raises
-    ------
-    DraftsimError
-        If the text is of another form, or a point lies outside [low, high].
+    Raises DraftsimError if the text is of another form, or a point lies outside [low, high].
 
     >>> parse_axis("1:8:4log", "c")
     (1.0, 2.0, 4.0, 8.0)
@@ -375,10 +365,7 @@ def expand(texts: Sequence[str]) -> list[str]:
 
     ``{1..12}`` counts, ``{1..12..3}`` in steps, ``{0.3,0.5}`` lists.
 
-    Raises
-    ------
-    DraftsimError
-        If the braces hold neither.
+    Raises DraftsimError if the braces hold neither.
 
     >>> expand(["fixed:gamma={1..3}", "svip"])
     ['fixed:gamma=1', 'fixed:gamma=2', 'fixed:gamma=3', 'svip']
@@ -398,10 +385,8 @@ def expand(texts: Sequence[str]) -> list[str]:
 def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
     """Return a policy without its ``{...}``, and the values that these give its parameters.
 
-    Raises
-    ------
-    DraftsimError
-        If the braces hold neither a range nor a list, or are not a parameter's value.
+    Raises DraftsimError if the braces hold neither a range nor a list, or are not a parameter's
+    value.
 
     >>> search_space("gammatune:gamma=4,eta={0.1,0.3}")
     ('gammatune:gamma=4', {'eta': ['0.1', '0.3']})
@@ -425,10 +410,7 @@ def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
 def with_gammas(texts: Sequence[str], gammas: Sequence[int]) -> list[str]:
     """Return `texts`, those of policies with a parameter gamma they do not set once per gamma.
 
-    Raises
-    ------
-    DraftsimError
-        If no policy has one.
+    Raises DraftsimError if no policy has one.
     """
     found: list[str] = []
     for text in texts:

@@ -44,15 +44,10 @@ from traces.errors import DraftsimError
 
 Method = Literal["coupled", "redraw"]
 METHODS: tuple[Method, ...] = ("coupled", "redraw")
-LARGEST_SHIFT = 40.0
-"""Log-odds beyond which no recorded chance is left undecided."""
-_HALVINGS = 32
 NUMERIC = ("prob", "entropy", "logit_margin", "prob_margin")
 """Signals with a magnitude; a token's id has none."""
 LONGEST_RUN = 12
 """Runs of matches at least this long are told apart no further."""
-NEIGHBOURS = 8
-"""Recorded mismatches of like signals among which a lender is drawn."""
 STALE = frozenset(n for n in COLUMNS if n.startswith("target_")) | {"draft_path_logprob", "overlap"}
 """Scores of the recorded drafts by the target, which new outcomes would contradict."""
 SCORES = frozenset(n for needed in SIGNAL_COLUMNS.values() for n in needed) - {"draft_token"}
@@ -62,17 +57,8 @@ SCORES = frozenset(n for needed in SIGNAL_COLUMNS.values() for n in needed) - {"
 class Rebuilder:
     """Makes traces of one recording with given matches; call it with them.
 
-    Parameters
-    ----------
-    trace:
-        The recording.
-    seed:
-        Seed of the choice among lenders; one choice per position, whatever the matches.
-
-    Raises
-    ------
-    DraftsimError
-        If the recording holds tails, but not one that is whole.
+    `seed` chooses among lenders, one per position, whatever the matches.  Raises DraftsimError if
+    the recording holds tails, but not one that is whole.
     """
 
     def __init__(self, trace: Trace, seed: int = 0) -> None:
@@ -143,9 +129,7 @@ class Rebuilder:
         return moved
 
     def _lenders(self, mismatches: Ints) -> Ints:
-        """Return per position the recorded mismatch that would lend its tail, shape
-        (positions,).
-        """
+        """Return the recorded mismatch that would lend each position its tail, (positions,)."""
         from scipy.spatial import cKDTree
 
         trace = self.trace
@@ -169,7 +153,7 @@ class Rebuilder:
         scale = signals.std(axis=0)
         scale[scale == 0] = 1.0
         signals = signals / scale
-        count = min(NEIGHBOURS, len(pool))
+        count = min(8, len(pool))  # mismatches of like signals, among which one is drawn
         _, near = cKDTree(signals[pool]).query(signals, k=count)
         near = pool[near.reshape(len(signals), count)]
         shuffled = np.random.default_rng(self.seed).permuted(near, axis=1)
@@ -194,22 +178,9 @@ def _tail_lengths(trace: Trace) -> Ints:
 class MatchModel:
     """Logistic regression on splines of the signals and on the recent history.
 
-    Parameters
-    ----------
-    trace:
-        The recording it is fitted to, at every on-path position.
-
-    Attributes
-    ----------
-    signal_logit:
-        Contribution of the signals, per on-path position, intercept included.
-    run_logit, share_logit:
-        Contribution of a run of length k, and the weights of the share and its square.
-
-    Raises
-    ------
-    DraftsimError
-        If a match was not recorded, or all matches are alike: nothing to calibrate on.
+    ``signal_logit`` is the contribution of the signals per on-path position, intercept included;
+    ``run_logit`` that of a run of length k; ``share_logit`` weights the share and its square.
+    Raises DraftsimError if a match was not recorded, or all matches are alike.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -242,10 +213,9 @@ class MatchModel:
         self.share_logit: Floats = weights[split + LONGEST_RUN + 1 :]
 
     def histories(self, match: Bools) -> tuple[Ints, Floats]:
-        """Return the history before each on-path position, given all matches; (positions,) each.
+        """Return matches in a row (up to `LONGEST_RUN`) before each position, and their share.
 
-        That is the number of matches in a row, up to `LONGEST_RUN`, and the exponentially weighted
-        share of matches.
+        The share is exponentially weighted; both have shape (positions,).
         """
         from simulator.whatif.drawn import remembered  # loads the compiler
 
@@ -273,9 +243,7 @@ class MatchModel:
 
 
 def _spline_features(trace: Trace) -> Floats:
-    """Return cubic B-splines of each signal at the on-path positions, shape (positions,
-    features).
-    """
+    """Return cubic B-splines of each on-path signal, shape (positions, features)."""
     from sklearn.preprocessing import SplineTransformer
 
     columns = signal_table(trace)[trace.on_path]
@@ -302,6 +270,9 @@ def signal_table(trace: Trace) -> Floats:
 class Tilter:
     """Tilts one recording to any number of acceptance rates.
 
+    Raises DraftsimError if the trace has unknown matches, one outcome alone, or no mismatch with a
+    whole off-path tail to lend.
+
     Parameters
     ----------
     trace:
@@ -311,12 +282,6 @@ class Tilter:
     seed:
         Seed of the uniform numbers, which every alpha shares, so that two rates differ by the
         shift alone.
-
-    Raises
-    ------
-    DraftsimError
-        If the trace has unknown matches, one outcome alone, or no mismatch with a whole
-        off-path tail to lend.
     """
 
     def __init__(self, trace: Trace, method: Method = "coupled", seed: int = 0) -> None:
@@ -346,9 +311,7 @@ class Tilter:
         return self._rebuild(match, {"tilt": tilt, "fidelity": "approximate"}, shown)
 
     def to(self, alpha: float) -> Trace:
-        """Return the trace whose share of matches is as near to `alpha` as one more draft can
-        be.
-        """
+        """Return the trace whose share of matches is as near to `alpha` as one draft can be."""
         return self.shifted(float(self.shifts([alpha])[0]))
 
     def shifts(self, alphas: Sequence[float]) -> Floats:
@@ -357,9 +320,9 @@ class Tilter:
         for value in wanted:
             if not 0 < value < 1:
                 raise DraftsimError(f"alpha is {value:g}, expected strictly between 0 and 1")
-        low = np.full(wanted.shape, -LARGEST_SHIFT)
+        low = np.full(wanted.shape, -40.0)  # log-odds that leave no recorded chance undecided
         high = -low
-        for _ in range(_HALVINGS):
+        for _ in range(32):
             middle = (low + high) / 2
             above = self._draw(middle).mean(axis=1) >= wanted
             low, high = np.where(above, low, middle), np.where(above, middle, high)
@@ -371,9 +334,7 @@ class Tilter:
         return np.where(unmoved, 0.0, nearest)
 
     def _shown(self, match: Bools, shift: float) -> Ints | None:
-        """Return the position whose signals each one shows under the new matches, shape
-        (positions,).
-        """
+        """Return the position whose signals each one shows, shape (positions,)."""
         if not self.trace.signals:
             return None
         logit, recorded = self.model.signal_logit, self._recorded
@@ -395,7 +356,7 @@ class Tilter:
         if self.method == "redraw":
             return uniform
         match = self._recorded
-        chance = _sigmoid(self.model.logit(match))
+        chance = 0.5 * (1 + np.tanh(0.5 * self.model.logit(match)))
         return np.where(match, chance * uniform, chance + (1 - chance) * uniform)
 
     @cached_property
@@ -416,10 +377,8 @@ def iid_like(trace: Trace, alpha: float, seed: int = 0) -> Trace:
     The signals stay and tell nothing any more.  It is what formulas with a single alpha
     assume, offered to show what they miss and marked ``iid`` in ``meta["tilt"]``.
 
-    Raises
-    ------
-    DraftsimError
-        If `alpha` is no probability, or the trace cannot be rebuilt (see `Tilter`).
+    Raises DraftsimError if `alpha` is no probability, or the trace cannot be rebuilt (see
+    `Tilter`).
     """
     if not 0 <= alpha <= 1:
         raise DraftsimError(f"alpha is {alpha:g}, expected between 0 and 1")
@@ -442,7 +401,3 @@ def acceptance(trace: Trace) -> float:
     """Return the share of on-path drafts that match, of those whose verdict is known."""
     match: npt.NDArray[Any] = trace.columns["match"][trace.on_path]
     return float((match[match != UNKNOWN] == MATCH).mean())
-
-
-def _sigmoid(x: Floats) -> Floats:
-    return np.asarray(0.5 * (1 + np.tanh(0.5 * x)))

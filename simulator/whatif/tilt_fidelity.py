@@ -27,8 +27,6 @@ RATIO = 0.1
 """Cost ratio c of the speedups compared."""
 FEWEST_TOKENS = 200
 """A group of prompts with fewer output tokens says too little about acceptance."""
-LEAST_SHIFT = 0.05
-"""Groups nearer than this on the logit scale ask nothing of a tilt."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +106,7 @@ def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -
     Groups are the categories large enough, and the thirds of all prompts by acceptance,
     which lie further apart.
 
-    Raises
-    ------
-    DraftsimError
-        If no two groups differ.
+    Raises DraftsimError if no two groups differ.
     """
     parts: list[pd.DataFrame] = []
     chosen = default_policies(trace)
@@ -122,9 +117,8 @@ def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -
             part: rate for part in map(trace.select, groups) if 0 < (rate := acceptance(part)) < 1
         }
         for source, own in rates.items():
-            others = [
-                t for t, rate in rates.items() if abs(_logit(rate) - _logit(own)) >= LEAST_SHIFT
-            ]
+            # Groups nearer than this on the logit scale ask nothing of a tilt.
+            others = [t for t, rate in rates.items() if abs(_logit(rate) - _logit(own)) >= 0.05]
             if others:
                 tilter = Tilter(source, method, seed)
                 parts += [compare_tilt(tilter, other, chosen, known) for other in others]
@@ -165,9 +159,7 @@ class TiltErrors(NamedTuple):
 
 
 def tilt_errors(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> TiltErrors:
-    """Return the errors of tilting `trace`, from its own prompt groups; NaN if they are too
-    alike.
-    """
+    """Return the errors of tilting `trace`, from its own prompt groups; NaN if too alike."""
     try:
         rows = compare_groups(trace, method=method, seed=seed)
     except DraftsimError:

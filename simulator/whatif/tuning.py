@@ -41,10 +41,8 @@ def tune(
     held out: plain decoding, the policy as it was given, and the one of most tokens per second in
     training, with ``tried``, the number of settings, and ``train_speedup``, its speedup there.
 
-    Raises
-    ------
-    DraftsimError
-        If the space is empty, a parameter is unknown, or no combination is possible.
+    Raises DraftsimError if the space is empty, a parameter is unknown, or no combination is
+    possible.
     """
     import joblib
 
@@ -71,8 +69,8 @@ def tune(
     for i, share in enumerate(found):
         speedups[i::count] = [plain / s for s in share]
     tuned = candidates[int(np.argmax(speedups))]
-    arms = {describe(one): one for one in (candidates[0], tuned)}
-    judged = summarize(list(replay_many(tested, arms)), latency, resamples=resamples, seed=seed)
+    compared = {describe(one): one for one in (candidates[0], tuned)}
+    judged = summarize(list(replay_many(tested, compared)), latency, resamples=resamples, seed=seed)
     told = {"tried": len(candidates), "train_speedup": max(speedups)}
     blank = dict.fromkeys(told)
     return [
@@ -88,10 +86,7 @@ def tuned_rows(
 
     `texts` name the values to try in braces.
 
-    Raises
-    ------
-    DraftsimError
-        If a text has no braces, or there is none, or its search is impossible.
+    Raises DraftsimError if a text has no braces, or there is none, or its search is impossible.
     """
     if not texts:
         raise DraftsimError("a search needs a policy with values in braces: name one")

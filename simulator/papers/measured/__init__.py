@@ -22,8 +22,7 @@ from simulator.papers.measured.rows import Evidence
 
 
 def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
-    """Return the rows of studies whose name contains `named`; those of logs where their folder is
-    named.
+    """Return rows of studies whose name contains `named`, and of logs if their folder is given.
 
     Raises DraftsimError if there are no logs in it.
     """

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from simulator.published import (
     GAMMATUNE,
     RTX3090,
     RTX3090_PLAIN,
-    EngineStudy,
+    EngineRun,
     Length,
     published_rows,
 )
@@ -54,7 +53,6 @@ GIVEN = {
 
 SERVER = "vLLM server on an RTX 4090, 300 requests"
 SERVER_LOG = "gpu_ops/llmservingsim/bench/RTX4090-Llama-3.1-8B/requests.jsonl.gz"
-OVER_TIME = "timeseries.csv"
 SERVED = "rtx-4090/llama-3.1-8b"
 LIMITS = Limits(max_batch=256, token_budget=2048, kv_blocks=2587, async_scheduling=True)
 """The server's settings.  One of its 2,588 blocks is vLLM's null block, which no request holds."""
@@ -63,8 +61,7 @@ WINDOW_S = 10.0
 
 
 def ladder_rows(named: str = "") -> list[Evidence]:
-    """Return every length of the RTX 3090's ladder from every two others, and from every single
-    one.
+    """Return every length of the RTX 3090's ladder from every two others, and every single one.
 
     Only of drafters whose study's name contains `named`: these rows take longest of all studies'.
     """
@@ -126,18 +123,17 @@ def _family(totals: tuple[tuple[int, float], ...], length: int) -> Interval:
 def engine_rows() -> list[Evidence]:
     """Return predictions of every study's runs from the fewest of them that determine it."""
     rows: list[Evidence] = []
-    for study in ENGINE_STUDIES:
-        for load, runs in study.runs.items():
+    for study, loads in ENGINE_STUDIES.items():
+        for load, runs in loads.items():
             if all(run.emitted is not None for run in runs.values()):
-                rows += _lengths(study, load)
-            elif load != min(study.runs):
-                rows += _elsewhere(study, load)
+                rows += _lengths(study, runs)
+            elif load != min(loads):
+                rows += _elsewhere(study, loads[min(loads)], load, runs)
     return [*rows, *_positions()]
 
 
-def _lengths(study: EngineStudy, load: int) -> Iterator[Evidence]:
+def _lengths(study: str, runs: Mapping[int, EngineRun]) -> Iterator[Evidence]:
     """Yield the prediction of each draft length from each other one, given its tokens a round."""
-    runs = study.runs[load]
     plain = runs[0].tokens_per_s
     for given, run in runs.items():
         if not given:
@@ -152,24 +148,25 @@ def _lengths(study: EngineStudy, load: int) -> Iterator[Evidence]:
                 plain / cycle_at({given: cycle}, asked)
             )
             rows.append(evidence(
-                study.name, f"{ONE}: {given}", f"tokens/s at length {asked}", speed,
+                study, f"{ONE}: {given}", f"tokens/s at length {asked}", speed,
                 other.tokens_per_s, plain,
             ))  # fmt: skip
         yield from ranked(rows, [plain, run.tokens_per_s])
 
 
-def _elsewhere(study: EngineStudy, load: int) -> Iterator[Evidence]:
+def _elsewhere(
+    study: str, alone: Mapping[int, EngineRun], load: int, here: Mapping[int, EngineRun]
+) -> Iterator[Evidence]:
     """Yield lengths at a load from one of them there, and from all at the smallest load.
 
     A round emits as much at every load.  With the tokens of a round unknown, the speeds at the
     smallest load only say how much more time than tokens a longer draft takes there; at the
     other load the drafts are taken to be as dear.
     """
-    alone, here = study.runs[min(study.runs)], study.runs[load]
     given = min(n for n in here if n)
     rows = [
         evidence(
-            study.name, f"{ELSEWHERE}: length {given} at {load} streams",
+            study, f"{ELSEWHERE}: length {given} at {load} streams",
             f"tokens/s of {load} streams at length {asked}",
             here[given].tokens_per_s * alone[asked].tokens_per_s / alone[given].tokens_per_s,
             run.tokens_per_s, here[0].tokens_per_s,
@@ -217,15 +214,6 @@ def roofline_rows() -> list[Evidence]:
     return [row for rows in groups.values() for row in ranked(rows)]
 
 
-class ServedRequests(NamedTuple):
-    """Results of a run of the server's requests."""
-
-    requests: dict[str, Floats]
-    """Seconds of each of `METRICS`, a request each, in order of arrival."""
-    over_time: dict[str, Floats]
-    """Mean ``running`` and ``waiting`` requests in each window of `WINDOW_S`."""
-
-
 def server_rows(folder: Path) -> list[Evidence]:
     """Return the server's statistics, every request of it, and who runs and waits over time.
 
@@ -235,17 +223,17 @@ def server_rows(folder: Path) -> list[Evidence]:
     if not path.is_file():
         return []
     real = read_requests(path)
-    ours = served(real)
+    ours, over_time = served(real)
     given = "operators and the server's settings"
     rows = [
         evidence(
             SERVER, f"{given}: {SERVED}", f"{row['metric'][:-2]} {row['statistic']}, s",
             row["predicted"], row["measured"],
         )
-        for row in compared(ours.requests, real.measured)
+        for row in compared(ours, real.measured)
     ]  # fmt: skip
     for name in METRICS:
-        predicted, measured = ours.requests[name], real.measured[name]
+        predicted, measured = ours[name], real.measured[name]
         rows += [
             evidence(
                 SERVER, f"{given}, {name[:-2]} of each request: {SERVED}",
@@ -253,21 +241,17 @@ def server_rows(folder: Path) -> list[Evidence]:
             )
             for i, both in enumerate(zip(predicted.tolist(), measured.tolist(), strict=True))
         ]  # fmt: skip
-    return [*rows, *_over_time_rows(path.with_name(OVER_TIME), ours, given)]
-
-
-def _over_time_rows(path: Path, ours: ServedRequests, given: str) -> Iterator[Evidence]:
-    if not path.is_file():
-        return
-    for name, measured in read_over_time(path).items():
-        predicted = ours.over_time[name]
-        for i in range(min(len(predicted), len(measured))):
-            if measured[i] >= 1:
-                yield evidence(
-                    SERVER, f"{given}, {name} over time: {SERVED}",
-                    f"requests {name}, {i * WINDOW_S:g} to {(i + 1) * WINDOW_S:g} s",
-                    predicted[i], measured[i],
-                )  # fmt: skip
+    samples = path.with_name("timeseries.csv")
+    for name, measured in (read_over_time(samples) if samples.is_file() else {}).items():
+        windows = enumerate(zip(over_time[name], measured, strict=False))
+        rows += [
+            evidence(
+                SERVER, f"{given}, {name} over time: {SERVED}",
+                f"requests {name}, {i * WINDOW_S:g} to {(i + 1) * WINDOW_S:g} s", *both,
+            )
+            for i, both in windows if both[1] >= 1
+        ]  # fmt: skip
+    return rows
 
 
 def read_over_time(path: Path) -> dict[str, Floats]:
@@ -288,8 +272,12 @@ def read_over_time(path: Path) -> dict[str, Floats]:
     return {name: np.bincount(window, values) / count for name, values in columns.items()}
 
 
-def served(real: Requests) -> ServedRequests:
-    """Serve the same requests under plain decoding, at the latencies `SERVED`."""
+def served(real: Requests) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """Serve the same requests under plain decoding, at the latencies `SERVED`.
+
+    Returns the seconds of each of `METRICS`, a request each in order of arrival, and the mean
+    ``running`` and ``waiting`` requests in each window of `WINDOW_S`.
+    """
     trace = synthetic_trace(0.5, requests=8, tokens=640, max_gamma=1, seed=0)
     arrivals = ArrivalFile("the server's requests", requests=real)
     scenario = Scenario(arrivals, LIMITS, requests=len(real.output), warmup=0.0)
@@ -298,7 +286,8 @@ def served(real: Requests) -> ServedRequests:
     edges = np.arange(0, run.simulated_s + WINDOW_S, WINDOW_S)
     starts, means = run.recorder.batch.means(run.simulated_s)
     ends = np.append(starts[1:], run.simulated_s)
-    running = np.interp(edges, np.append(starts, ends[-1]), _summed(means * (ends - starts)))
+    summed = np.concatenate([[0.0], np.cumsum(means * (ends - starts))])
+    running = np.interp(edges, np.append(starts, ends[-1]), summed)
     came, left = (requests[name].to_numpy(float) for name in ("arrival_s", "finish_s"))
     inside = _since(came, edges) - _since(left, edges)
     spans = np.diff(np.minimum(edges, run.simulated_s))
@@ -306,13 +295,9 @@ def served(real: Requests) -> ServedRequests:
         "running": np.diff(running) / spans,
         "waiting": (np.diff(inside) - np.diff(running)) / spans,
     }
-    return ServedRequests({m: requests[m].to_numpy(float) for m in METRICS}, over_time)
+    return {m: requests[m].to_numpy(float) for m in METRICS}, over_time
 
 
 def _since(times: Floats, edges: Floats) -> Floats:
     """Return the seconds from each of `times` to each edge, summed over the times before it."""
     return np.asarray(np.maximum(edges[:, None] - times[None, :], 0.0).sum(axis=1))
-
-
-def _summed(parts: Floats) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(parts)])

@@ -32,10 +32,7 @@ COST, BEFOREHAND = "half the turns, and the others' rounds", "half the turns"
 def log_rows(folder: Path, needed: bool = True) -> list[Evidence]:
     """Return rows of the logs found in `folder`, laid out as `EAGLE` and `SPECBENCH` name them.
 
-    Raises
-    ------
-    DraftsimError
-        If it holds neither pair of logs and they are `needed`, or one is damaged.
+    Raises DraftsimError if it holds neither pair of logs and they are `needed`, or one is damaged.
     """
     rows: list[Evidence] = []
     if (eagle := read_eagle(folder)) is not None:
@@ -131,9 +128,7 @@ def _speedups(
 
 
 def _design(turns: pd.DataFrame, steps: pd.Series) -> Floats:
-    """Return a turn's own time, its steps, and its steps over the context that grows with the
-    output.
-    """
+    """Return a turn's own time, its steps, and its steps over the context that its output makes."""
     columns = np.ones(len(turns)), steps, steps * turns["tokens"] / 2
     return np.stack(columns, axis=1)
 

@@ -37,9 +37,7 @@ def evidence(
     study: str, given: str, quantity: str, predicted: float | Interval, measured: float,
     plain: float | None = None,
 ) -> Evidence:  # fmt: skip
-    """Return a row with its error; the sign is judged against `plain` decoding's value, if
-    given.
-    """
+    """Return a row with its error, and with its sign if `plain` decoding's value is given."""
     low = high = sign = None
     if isinstance(predicted, Interval):
         low, high, predicted = predicted.low, predicted.high, predicted.value
@@ -65,7 +63,7 @@ def _rank(row: Evidence, rows: Sequence[Evidence], known: Sequence[float]) -> bo
 
 
 class Record(NamedTuple):
-    """The errors of many rows."""
+    """The errors of many rows, and how often interval, sign and rank are right."""
 
     rows: int
     median: float
@@ -80,7 +78,7 @@ class Record(NamedTuple):
 
 
 def record(rows: Sequence[Evidence]) -> Record:
-    """Return the errors of the rows, and how often interval, sign and rank are right."""
+    """Return the record of the rows."""
     errors = np.array([row.error for row in rows])
     within = [r.low <= r.measured <= r.high for r in rows if r.low is not None and r.high]
     signs = [r.sign_right for r in rows if r.sign_right is not None]
