@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
 from policies.from_file import file_of, is_file, load_file, said_cut
 from policies.lengths.basic import Autoregressive, Fixed
+from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import (
     PLAIN,
     POLICIES,
@@ -29,9 +30,6 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.run import can_replay
 from traces.sources.methods import exact_policy, same_rule
-
-if TYPE_CHECKING:
-    from policies.lengths.rate_optimal import RateOptimal
 
 Say = Callable[[str], None]
 Named = list[tuple[str, DraftPolicy]]
@@ -245,11 +243,11 @@ def load_serving_policies(
 ) -> dict[str, Served]:
     """Return policies by name; no text means `DEFAULT`, ``all`` means `every_policy`.
 
-    Policies that weigh costs get those of the table.  Policies that estimate acceptance, and the
-    rate of ``rate-optimal``, are fitted to the trace.  Policies of ``all`` or the default are left
-    out if the trace lacks their signals or the mode does not fit.  A file of `settings` is one more
-    policy with the file's name, for batches up to `largest`; without texts it is served next to
-    `simulator.tune.served.rivals`.
+    Policies that weigh costs get those of the table.  Policies that estimate acceptance, and
+    ``rate-optimal`` (`fitted_as_asked`), are fitted to the trace.  Policies of ``all`` or the
+    default are left out if the trace lacks their signals or the mode does not fit.  A file of
+    `settings` is one more policy with the file's name, for batches up to `largest`; without texts
+    it is served next to `simulator.tune.served.rivals`.
     Raises DraftsimError naming what is wrong with a text.
     """
     from simulator.serving import TableCost
@@ -285,19 +283,17 @@ def load_serving_policies(
         exact = exact_policy(text)
         name = exact.partition(":")[0].strip()
         resources: dict[str, Any] = {}
-        wants = parameters(POLICIES[name]) if name in POLICIES else {}
+        wants = parameters(POLICIES[name]) if name in POLICIES and name != FITTED else {}
         if "cost" in wants:
             resources["cost"] = TableCost(latency)
         if "estimator" in wants:
             resources["estimator"] = fit_estimates(trace, "isotonic", trace.max_gamma or 8)[0]
         try:
-            made: Served
-            if exact == FITTED:
-                made = fitted(trace, latency)
-            else:
-                made = parse_serving_policy(exact, max_gamma=trace.max_gamma, **resources)
+            made: Served = parse_serving_policy(exact, max_gamma=trace.max_gamma, **resources)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
+        if isinstance(made, RateOptimal):
+            made = fitted_as_asked(text, made, trace, latency)
         fits = (
             batched and set(made.reads) <= trace.signals
             if isinstance(made, BatchPolicy)
@@ -311,6 +307,25 @@ def load_serving_policies(
             name = f"fixed:gamma={made.gamma}" if text == "fixed" else text  # type: ignore[union-attr]
             chosen.setdefault(name, made)
     return with_plain(chosen)
+
+
+def fitted_as_asked(
+    text: str, policy: RateOptimal, trace: Trace, latency: LatencyTable
+) -> RateOptimal:
+    """Return the rate-optimal policy that `text` describes, for a server.
+
+    It is fitted, up to the ``gamma_max`` of `policy`.  A rate of its own stays, in tokens per
+    second of `latency`.  Raises DraftsimError if another parameter is set.
+    """
+    from simulator.serving import TableCost
+    from simulator.whatif.ranking import is_default
+
+    if is_default(policy):
+        return fitted(trace, latency, policy.gamma_max)
+    known = parameters(RateOptimal)
+    if policy.rate == known["rate"].default:
+        raise DraftsimError(f"{text}: this command fits it, so only gamma_max can be set")
+    return RateOptimal(**{**{k: getattr(policy, k) for k in known}, "cost": TableCost(latency)})
 
 
 def fitted(trace: Trace, latency: LatencyTable, longest: int | None = None) -> RateOptimal:
