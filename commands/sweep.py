@@ -343,7 +343,9 @@ def _ladder(
     from simulator.whatif.sweep import expand
 
     trace = recording.trace
-    chosen = dict(named(load_policies(expand(policy), trace, say=remark))) if policy else None
+    chosen = None
+    if policy:
+        chosen = dict(named(load_policies(expand(policy), trace, say=remark, latency=table)))
     with working("splitting the prompts") as say:
         rungs = climb(trace, table, policies=chosen, resamples=resamples, seed=seed, progress=say)
     note(f"{recording.said}: {_climbed(rungs)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
@@ -15,10 +15,13 @@ from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import (
     PLAIN,
     POLICIES,
+    AnyPolicy,
     describe,
+    lacks,
     parse_policy,
     parse_serving_policy,
     policy_names,
+    supplied,
 )
 from policies.rules.base import VerifyRule
 from policies.rules.context import CSD
@@ -61,13 +64,15 @@ def load_policies(
     max_gamma: int | None = None,
     say: Say = silent,
     lacking: dict[str, DraftPolicy] | None = None,
+    latency: LatencyTable | None = None,
 ) -> Named:
     """Return (name, policy) of each text or object; no text or ``all`` means all policies.
 
     A named method of the draft model with lossless verification keeps its name.  ``all`` leaves out
     policies that read signals which the trace lacks: they are added to `lacking` if it is given,
     else `say` is called with a remark.  ``signals`` and ``max_gamma`` are those of another draft
-    source, by default the trace's own.  Raises DraftsimError naming the text that is wrong.
+    source, by default the trace's own.  With `latency`, policies are `informed` of its costs.
+    Raises DraftsimError naming the text that is wrong.
     """
     names = list(texts or ["all"])
     every = "all" in names
@@ -101,7 +106,29 @@ def load_policies(
         chosen.setdefault(text if own != text else describe(policy), policy)
     if lacking is None:
         say_left_out(absent, have, say)
+    if latency is not None:
+        return [(name, informed(name, p, trace, latency, say)) for name, p in chosen.items()]
     return list(chosen.items())
+
+
+def informed(
+    name: str, policy: AnyPolicy, trace: Trace, latency: LatencyTable | None, say: Say
+) -> AnyPolicy:
+    """Return a shipped `policy` with the costs and the estimates that it needs and was not given.
+
+    Costs are those of `latency`; None: it keeps none.  A policy that decides for a whole batch gets
+    estimates of acceptance fitted to `trace`, and `say` is told so.
+    """
+    from simulator.serving import TableCost
+    from simulator.whatif.rate import fit_estimates
+
+    if latency is not None and lacks(policy, "cost"):
+        policy = supplied(policy, cost=TableCost(latency))
+    if isinstance(policy, BatchPolicy | SingleStream) and lacks(policy, "estimator"):
+        say(f"{name}: its estimates of acceptance are fitted to this recording")
+        estimator = fit_estimates(trace, "isotonic", trace.max_gamma or 8)[0]
+        policy = supplied(policy, estimator=estimator)
+    return policy
 
 
 def from_file(
@@ -174,8 +201,9 @@ def swept_policies(
     """Return the policies of a sweep, with values in braces expanded.
 
     Without `texts` they are the fixed lengths up to `LONGEST` and the oracle.  Each of `gammas`
-    becomes the draft length of every policy that has one.
+    becomes the draft length of every policy that has one.  `say` is told what is not fitted.
     """
+    from simulator.whatif.ranking import is_unfitted
     from simulator.whatif.sweep import expand, with_gammas
 
     longest = min(LONGEST, trace.max_gamma or LONGEST)
@@ -185,7 +213,11 @@ def swept_policies(
             every = [name for name, _ in load_policies(None, trace, say=say)]
             names = [n for n in names if n != "all"] + every
         names = with_gammas(names, list(gammas))
-    return dict(named(load_policies(names, trace, say=say)))
+    chosen = named(load_policies(names, trace, say=say))
+    for name, policy in chosen:
+        if is_unfitted(policy):
+            say(f"{name} is not fitted: it runs with its default estimates and costs")
+    return {name: informed(name, policy, trace, None, say) for name, policy in chosen}
 
 
 def load_rule(text: str | None, memory: Path | None = None) -> VerifyRule | None:
@@ -243,18 +275,15 @@ def load_serving_policies(
 ) -> dict[str, Served]:
     """Return policies by name; no text means `DEFAULT`, ``all`` means `every_policy`.
 
-    Policies that weigh costs get those of the table.  Policies that estimate acceptance, and
-    ``rate-optimal`` (`fitted_as_asked`), are fitted to the trace.  Policies of ``all`` or the
-    default are left out if the trace lacks their signals or the mode does not fit.  A file of
-    `settings` is one more policy with the file's name, for batches up to `largest`; without texts
-    it is served next to `simulator.tune.served.rivals`.
+    Policies are `informed` of the costs of the table, and ``rate-optimal`` is `fitted_as_asked`.
+    Policies of ``all`` or the default are left out if the trace lacks their signals or the mode
+    does not fit.  A file of `settings` is one more policy with the file's name, for batches up to
+    `largest`; without texts it is served next to `simulator.tune.served.rivals`.
     Raises DraftsimError naming what is wrong with a text.
     """
-    from simulator.serving import TableCost
     from simulator.tune.costs import longest_draft
     from simulator.tune.formats import read_settings
     from simulator.tune.served import rivals
-    from simulator.whatif.rate import fit_estimates
 
     asked = [t for t in texts or () if t != "all"]
     implied = DEFAULT if not texts else every_policy() if "all" in texts else ()
@@ -271,29 +300,28 @@ def load_serving_policies(
             )
         if not texts:
             return with_plain({**chosen, **rivals(longest_draft(trace))})
+
+    def ready(name: str, policy: Served, say: Say = say) -> Served:
+        if isinstance(policy, RateOptimal):
+            return fitted_as_asked(name, policy, trace, latency)
+        return informed(name, policy, trace, latency, say)
+
     for text in [*asked, *implied]:
         if not isinstance(text, str):
             if not repeats(text, chosen):
-                chosen[name_of(text, chosen)] = text
+                name = name_of(text, chosen)
+                chosen[name] = ready(name, text)
             continue
         if is_file(text):
             own, policy = from_file(text, trace.max_gamma, say, chosen)
             chosen.setdefault(own, policy)
             continue
-        exact = exact_policy(text)
-        name = exact.partition(":")[0].strip()
-        resources: dict[str, Any] = {}
-        wants = parameters(POLICIES[name]) if name in POLICIES and name != FITTED else {}
-        if "cost" in wants:
-            resources["cost"] = TableCost(latency)
-        if "estimator" in wants:
-            resources["estimator"] = fit_estimates(trace, "isotonic", trace.max_gamma or 8)[0]
         try:
-            made: Served = parse_serving_policy(exact, max_gamma=trace.max_gamma, **resources)
+            made: Served = parse_serving_policy(exact_policy(text), max_gamma=trace.max_gamma)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
-        if isinstance(made, RateOptimal):
-            made = fitted_as_asked(text, made, trace, latency)
+        said: list[str] = []
+        made = ready(text, made, said.append)
         fits = (
             batched and set(made.reads) <= trace.signals
             if isinstance(made, BatchPolicy)
@@ -305,21 +333,26 @@ def load_serving_policies(
         if text in asked or fits:
             # A length left at its default is in the name all the same.
             name = f"fixed:gamma={made.gamma}" if text == "fixed" else text  # type: ignore[union-attr]
-            chosen.setdefault(name, made)
+            if name not in chosen:
+                chosen[name] = made
+                for line in said:
+                    say(line)
     return with_plain(chosen)
 
 
 def fitted_as_asked(
     text: str, policy: RateOptimal, trace: Trace, latency: LatencyTable
 ) -> RateOptimal:
-    """Return the rate-optimal policy that `text` describes, for a server.
+    """Return the rate-optimal `policy` that `text` describes, for a server.
 
-    It is fitted, up to the ``gamma_max`` of `policy`.  A rate of its own stays, in tokens per
-    second of `latency`.  Raises DraftsimError if another parameter is set.
+    It is fitted, up to its ``gamma_max``, unless it has a cost.  A rate of its own stays, in tokens
+    per second of `latency`.  Raises DraftsimError if another parameter is set.
     """
     from simulator.serving import TableCost
     from simulator.whatif.ranking import is_default
 
+    if policy.cost is not None:
+        return policy
     if is_default(policy):
         return fitted(trace, latency, policy.gamma_max)
     known = parameters(RateOptimal)

@@ -14,13 +14,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
 import draftsim
 from commands.serve import guesses, headline, kept
-from simulator.chosen import PLAIN, fitted, load_serving_policies
+from policies.batch.base import BatchPolicy, SingleStream
+from simulator.chosen import PLAIN, fitted, load_policies, load_serving_policies
 from simulator.serving import read_results
 from simulator.serving.outcome.results import ResultsFile
 from tests.conftest import Run, Serve
@@ -28,6 +30,7 @@ from tests.forked import forked
 from tests.serving import PAIR, arrival_file, table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
+from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 from traces.store.recordings import find_latency, find_trace
 
@@ -105,6 +108,19 @@ def test_policies_get_cost_and_estimates_from_the_recording(synthetic_run: Path)
     assert sum(estimates) / len(estimates) == pytest.approx(
         (trace.columns["match"][on_path] == 1).mean(), abs=0.02
     )
+
+
+def test_one_request_at_a_time_is_decided_as_simulate_decides(synthetic_run: Path) -> None:
+    trace, latency = find_trace(synthetic_run), find_latency(synthetic_run)
+    texts = ["ucb", "goodput", "sglang-throughput", "adaptive-verification", "specdec-pp", "disco"]
+    said: list[str] = []
+    served = load_serving_policies(texts, trace, latency, say=said.append)
+    for name, policy in load_policies(texts, trace, say=said.append, latency=latency):
+        own = served[name]
+        alone = SingleStream(own) if isinstance(own, BatchPolicy) else own
+        np.testing.assert_array_equal(replay(trace, policy).rounds, replay(trace, alone).rounds)
+    assert said == ["adaptive-verification: its estimates of acceptance are fitted to this "
+                    "recording"] * 2  # fmt: skip
 
 
 def test_the_rate_optimal_rule_is_fitted_under_every_name(synthetic_run: Path) -> None:

@@ -52,15 +52,18 @@ class TextbookCost:
 
     The defaults are ratios (a draft step costs a tenth of a target pass), which is all
     that an argmax of tokens per second needs; `per_token` adds a cost of each verified
-    token beyond the first.
+    token beyond the first, and `verify` is the cost of a pass that verifies drafts over one that
+    does not.
     """
 
     target: float = 1.0
     draft: float = 0.1
     per_token: float = 0.0
+    verify: float = 1.0
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
-        return self.draft * draft_length + self.target + self.per_token * (verify_tokens - 1)
+        target = self.target * (self.verify if verify_tokens > batch else 1.0)
+        return self.draft * draft_length + target + self.per_token * (verify_tokens - 1)
 
 
 class Planned(NamedTuple):

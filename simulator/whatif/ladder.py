@@ -17,6 +17,7 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
 from policies.registry import parse_policy, policy_names
 from simulator.pricing import Priced, autoregressive, price
+from simulator.serving.cost import TableCost
 from simulator.summary import price_all, summarize_runs
 from simulator.whatif.rate import fit_rate_optimal
 from traces.acceptance.trace import Trace
@@ -88,7 +89,9 @@ def ladder(
     arms: dict[str, tuple[str, DraftPolicy]] = {
         f"fixed:gamma={gamma}": ("best-fixed" if gamma else "autoregressive", Fixed(gamma))
     }
-    for name, policy in (policies if policies is not None else paper_policies(trace)).items():
+    for name, policy in (
+        policies if policies is not None else paper_policies(trace, latency)
+    ).items():
         arms.setdefault(name, ("policy", policy))
     arms["rate-optimal"] = ("rate-optimal", fit.policy)
     arms["oracle"] = ("oracle", Oracle(gamma_max=trace.max_gamma))
@@ -133,11 +136,15 @@ def best_fixed(trace: Trace, latency: LatencyTable, gammas: Sequence[int] = GAMM
     return min(sorted(seconds), key=lambda g: seconds[g])
 
 
-def paper_policies(trace: Trace) -> dict[str, DraftPolicy]:
-    """Return every single-stream policy with its defaults whose signals the trace holds."""
+def paper_policies(trace: Trace, latency: LatencyTable) -> dict[str, DraftPolicy]:
+    """Return every single-stream policy with its defaults whose signals the trace holds.
+
+    Those that weigh costs get the costs of `latency`.
+    """
     skipped = ("autoregressive", "fixed", "oracle", "rate-optimal")
+    cost = TableCost(latency)
     chosen = {
-        name: parse_policy(name, max_gamma=trace.max_gamma)
+        name: parse_policy(name, max_gamma=trace.max_gamma, cost=cost)
         for name in policy_names("single") if name not in skipped
     }  # fmt: skip
     return {name: p for name, p in chosen.items() if can_replay(trace, p)}

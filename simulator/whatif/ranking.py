@@ -46,6 +46,8 @@ BEST_FIXED = "best fixed"
 FITTED = "fitted on other prompts"
 UNFITTED = "unfitted"
 """Said of a rate-optimal rule with the estimates and the rate it comes with."""
+TEXTBOOK = "weighs a draft pass as a tenth of a target pass"
+"""Said of a policy that weighs costs, where those of its source have no such form."""
 FEWEST_PROMPTS = 4
 """Prompts from which a rule is fitted to one half and judged on the other."""
 LOSSLESS = ("exact", "rejection-sampling")
@@ -167,7 +169,8 @@ def rank(
     and every row says so.
     """
     lacking: dict[str, DraftPolicy] = {}
-    chosen = without_plain(named(load_policies(texts, trace, say=say, lacking=lacking)))
+    loaded = load_policies(texts, trace, say=say, lacking=lacking, latency=latency)
+    chosen = without_plain(named(loaded))
     if trace.is_lower_bound:
         say_left_out(lacking, trace.signals, say)
         # The best of bounds is not the best: least wrong is the policy that made the log.
@@ -262,7 +265,7 @@ def fastest_for_real(trace: Trace, latency: LatencyTable) -> Fastest:
     Where that is the rate-optimal rule, it is fitted to all prompts.
     """
     best = predicted_fastest(
-        latency, load_policies(None, trace), trace.max_gamma,
+        latency, load_policies(None, trace, latency=latency), trace.max_gamma,
         lambda some: list(replay_many(trace, some)),
     )  # fmt: skip
     rule = cross_fitted_rule(trace, latency)

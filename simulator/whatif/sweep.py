@@ -2,7 +2,8 @@
 
 A sweep is cut into parts (`simulator.whatif.cells.SweepPart`): policies that share an
 acceptance rate and a batch, and hence a trace.  A part is replayed once and priced at
-every cost ratio, latency table and context, which costs next to nothing in comparison.
+every cost ratio, latency table and context, which costs next to nothing in comparison.  Only
+policies that decide by these are replayed for each.
 Parts are kept as files as they finish; the same sweep begun again computes only what is
 missing.
 
@@ -55,7 +56,7 @@ from traces.store.writing import only_writer, write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of a sweep's file and of its parts."""
 POLICIES_A_PART = 24
 Progress = Callable[[int, int], None]
