@@ -23,6 +23,7 @@ from traces.errors import DraftsimError
 from traces.store.files import write_latency, write_trace
 
 CONST = "const:target=0.01,draft=0.001,verify=0.011"
+FREE = ("--c", "0.1", "--assume-batch-free")
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +247,11 @@ def test_search_space_tells_values_from_braces() -> None:
         (("--latency", CONST, "--batch", "1000000000"), "not between 1 and 65536"),
         (("--latency", CONST, "--context", "1e12"), "not between 0 and 1e"),
         (("--latency", CONST, "--tune", "--ladder"), "drop --tune"),
+        (
+            (*FREE, "--batch", "1,4", "--policy", "confidence-freeze"),
+            "confidence-freeze decides for the whole batch.*serve --batch",
+        ),
+        ((*FREE, "--batch", "4", "--policy", "confidence-scheduled"), "the whole batch"),
         (("--latency", CONST, "--tune", "--policy", "all:gamma={1,2}"), "name it instead of all"),
     ],
 )

@@ -174,13 +174,25 @@ class KeptInStep(BatchPolicy):
     def planned(self) -> int:
         return self._verified
 
+    def passes_of(self, length: int) -> int:
+        """Return the draft passes of an iteration whose K is `length`."""
+        return max(length, 1) if self.in_step else length
+
     def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
         self._verified = self.plan(loads)
-        passes = max(self._verified, 1) if self.in_step else self._verified
-        return [passes] * len(requests)
+        return [self.passes_of(self._verified)] * len(requests)
 
     def allot(self, drafts: Sequence[Sequence[Any]]) -> Sequence[int]:
         return [min(len(draft), self._verified) for draft in drafts]
+
+
+def decides_together(policy: BatchPolicy) -> bool:
+    """Return True if the drafts of one sequence may decide on those of another.
+
+    So it is where a class asks all drafts in `BatchPolicy.keep_drafting` or `BatchPolicy.allot`.
+    """
+    own, one = type(policy), (BatchPolicy.allot, KeptInStep.allot)
+    return own.keep_drafting is not BatchPolicy.keep_drafting or own.allot not in one
 
 
 class SingleStream(DraftPolicy):

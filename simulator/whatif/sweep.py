@@ -29,6 +29,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from policies.batch.base import BatchPolicy, decides_together
 from policies.core import DraftPolicy
 from policies.from_file import identity, is_file, load_file, split_name
 from policies.registry import POLICIES
@@ -95,7 +96,8 @@ class Sweep:
     Raises
     ------
     DraftsimError
-        If an axis is empty or impossible, or the trace cannot be tilted.
+        If an axis is empty or impossible, the trace cannot be tilted, or a policy decides for the
+        whole batch and a batch is larger than 1.
     """
 
     def __init__(
@@ -124,6 +126,12 @@ class Sweep:
                 raise DraftsimError(f"alpha is {alpha:g}, expected strictly between 0 and 1")
         for name, policy in policies.items():
             trace.check_reads(policy.reads, f"policy {name}")
+            inner = getattr(policy, "policy", policy)
+            if max(batches) > 1 and isinstance(inner, BatchPolicy) and decides_together(inner):
+                raise DraftsimError(
+                    f"policy {name} decides for the whole batch, and a sweep replays one request "
+                    "at a time: use `draftsim serve --batch`"
+                )
         self.alphas = tuple(alphas)
         self.batches = tuple(batches)
         self.method = method
