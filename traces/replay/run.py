@@ -78,7 +78,7 @@ def replay(
             departed |= decoder.departed
 
     rounds = RoundLog.pack(decode())
-    log = recorded_log(trace, rounds, name or describe(policy), policy.reads, first)
+    log = recorded_log(trace, rounds, name or describe(policy), policy, first)
     return log if rule is None else ruled_log(log, rule, own_rule, mismatched, departed)
 
 
@@ -96,13 +96,15 @@ def ruled_log(
 
 
 def recorded_log(
-    trace: Trace, rounds: npt.NDArray[Any], name: str, reads: tuple[str, ...], first: int
+    trace: Trace, rounds: npt.NDArray[Any], name: str, policy: DraftPolicy, first: int
 ) -> RoundLog:
-    """Return a log of `rounds` along the recorded output, verified losslessly."""
+    """Return a log of `rounds` under `policy` along the recorded output, verified losslessly."""
+    source = "none" if policy.longest_draft() == 0 else trace.source
     return RoundLog(
-        rounds, trace.requests, name, source=trace.source, drafter=trace.drafter,
+        rounds, trace.requests, name, source=source, drafter=trace.drafter,
         verify="rejection-sampling" if trace.temperature > 0 else "exact",
-        fidelity=fidelity_of(trace), reads=reads, first=first, takes_verified=trace.takes_verified,
+        fidelity=fidelity_of(trace), reads=policy.reads, first=first,
+        takes_verified=trace.takes_verified,
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def replay_many(
         )
         for (name, policy), rounds in zip_longest(some, found):
             if rounds is not None:
-                log = recorded_log(trace, rounds, name, policy.reads, first)
+                log = recorded_log(trace, rounds, name, policy, first)
                 yield log if rule is None else ruled_log(log, rule, None, (), False)
                 continue
             try:
@@ -116,7 +116,7 @@ def _judged(
     judged = judged_rounds(trace, own, lockstep, *drafts)
     if judged is None:
         return None
-    log = recorded_log(trace, judged.rounds, name, policy.reads, lockstep.first)
+    log = recorded_log(trace, judged.rounds, name, policy, lockstep.first)
     return ruled_log(log, rule, own, judged.mismatched, judged.departed)
 
 
