@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
-from policies.from_file import file_of, is_file, load_file, said_cut
+from policies.from_file import Cut, file_of, is_file, load_file, said_cut
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import (
@@ -90,7 +90,10 @@ def load_policies(
             continue
         if is_file(text):
             name, made = from_file(text, limit, say, chosen)
-            chosen[name] = SingleStream(made) if isinstance(made, BatchPolicy) else made
+            if isinstance(made, BatchPolicy):
+                bounded = limit is None or made.longest_draft() is not None
+                made = SingleStream(made) if bounded else Cut(SingleStream(made), limit)
+            chosen[name] = made
             continue
         try:
             own = exact_policy(text)

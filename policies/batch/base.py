@@ -186,11 +186,17 @@ class KeptInStep(BatchPolicy):
         return [min(len(draft), self._verified) for draft in drafts]
 
 
-def decides_together(policy: BatchPolicy) -> bool:
+def decides_together(policy: DraftPolicy | BatchPolicy) -> bool:
     """Return True if the drafts of one sequence may decide on those of another.
 
     So it is where a class asks all drafts in `BatchPolicy.keep_drafting` or `BatchPolicy.allot`.
+    A policy that wraps another is judged by the one inside.
     """
+    inner = getattr(policy, "policy", None)
+    if isinstance(inner, DraftPolicy | BatchPolicy):
+        return decides_together(inner)
+    if not isinstance(policy, BatchPolicy):
+        return False
     own, one = type(policy), (BatchPolicy.allot, KeptInStep.allot)
     return own.keep_drafting is not BatchPolicy.keep_drafting or own.allot not in one
 

@@ -29,7 +29,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from policies.batch.base import BatchPolicy, decides_together
+from policies.batch.base import decides_together
 from policies.core import DraftPolicy
 from policies.from_file import identity, is_file, load_file, split_name
 from policies.registry import POLICIES
@@ -126,8 +126,7 @@ class Sweep:
                 raise DraftsimError(f"alpha is {alpha:g}, expected strictly between 0 and 1")
         for name, policy in policies.items():
             trace.check_reads(policy.reads, f"policy {name}")
-            inner = getattr(policy, "policy", policy)
-            if max(batches) > 1 and isinstance(inner, BatchPolicy) and decides_together(inner):
+            if max(batches) > 1 and decides_together(policy):
                 raise DraftsimError(
                     f"policy {name} decides for the whole batch, and a sweep replays one request "
                     "at a time: use `draftsim serve --batch`"

@@ -14,7 +14,7 @@ from policies.registry import describe
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from traces.acceptance.trace import Trace
-from traces.errors import SignalError
+from traces.errors import SignalError, TailError
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.rounds import Fidelity, RoundLog
 from traces.replay.ruled import RuleReplayDecoder, prepared_rule
@@ -77,8 +77,12 @@ def replay(
             mismatched.extend(decoder.mismatched)
             departed |= decoder.departed
 
-    rounds = RoundLog.pack(decode())
-    log = recorded_log(trace, rounds, name or describe(policy), policy, first)
+    name = name or describe(policy)
+    try:
+        rounds = RoundLog.pack(decode())
+    except TailError as error:
+        raise TailError(f"{name}: {error}") from None
+    log = recorded_log(trace, rounds, name, policy, first)
     return log if rule is None else ruled_log(log, rule, own_rule, mismatched, departed)
 
 
