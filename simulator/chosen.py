@@ -206,7 +206,6 @@ def swept_policies(
     Without `texts` they are the fixed lengths up to `LONGEST` and the oracle.  Each of `gammas`
     becomes the draft length of every policy that has one.  `say` is told what is not fitted.
     """
-    from simulator.whatif.ranking import is_unfitted
     from simulator.whatif.sweep import expand, with_gammas
 
     longest = min(LONGEST, trace.max_gamma or LONGEST)
@@ -217,10 +216,17 @@ def swept_policies(
             names = [n for n in names if n != "all"] + every
         names = with_gammas(names, list(gammas))
     chosen = named(load_policies(names, trace, say=say))
+    say_unfitted(chosen, say)
+    return {name: informed(name, policy, trace, None, say) for name, policy in chosen}
+
+
+def say_unfitted(chosen: Named, say: Say) -> None:
+    """Remark to `say` which of the policies is ``rate-optimal``, and not fitted."""
+    from simulator.whatif.ranking import is_unfitted
+
     for name, policy in chosen:
         if is_unfitted(policy):
             say(f"{name} is not fitted: it runs with its default estimates and costs")
-    return {name: informed(name, policy, trace, None, say) for name, policy in chosen}
 
 
 def load_rule(text: str | None, memory: Path | None = None) -> VerifyRule | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,26 @@ def test_ladder(trace: str, tmp_path: Path) -> None:
     assert [r["rung"] for r in found if r["policy"].startswith("svip")] == ["policy"]
     assert {"autoregressive", "rate-optimal", "oracle"} <= {r["rung"] for r in found}
     assert (tmp_path / "ladder.png").exists()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("--ladder", "--policy", "all"),
+        ("--ladder", "--policy", "oracle", "--policy", "oracle:convention=run+1"),
+        ("--tune", "--policy", "oracle:gamma_max={2,6}", "--policy", "fixed:gamma={1,2}"),
+    ],
+)
+def test_the_oracle_is_not_recommended(trace: str, asked: tuple[str, ...]) -> None:
+    given = ["sweep", "--trace", trace, "--latency", CONST, *asked, "--resamples", "5"]
+    shown = CliRunner().invoke(app.app, given)
+    assert shown.exit_code == 0
+    said = " ".join(shown.stderr.split())
+    assert "fastest" in said
+    assert not re.search(r"fastest: oracle|oracle\S* is fastest", said)
+    if "--ladder" in asked:
+        assert not re.search(r"^policy +oracle(:gamma_max=\d+)? ", shown.stdout, re.MULTILINE)
+        assert ("is not fitted" in said) == ("all" in asked)
 
 
 def test_parameters_are_searched_on_other_prompts_than_they_are_judged_on(trace: str) -> None:
