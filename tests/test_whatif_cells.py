@@ -244,6 +244,11 @@ def test_fixed_lengths_in_batches_cost_the_closed_form(batch: int) -> None:
     single = priced_at(log, [0.1])[1][0]
     # All slots draft alike, but for the ends of outputs, so that a batch changes nothing.
     assert found.speedup_lo[0] - 0.05 < single < found.speedup_hi[0] + 0.05
+    # The value is of all prompts once: no draw of prompts changes it.
+    each = log.rounds["emitted"].mean() / 1.3
+    for seed in (1, 2):
+        again = InBatches(log, batch, resamples=2, seed=seed).at_ratios(np.array([0.1]), 1.0)
+        assert again.speedup[0] == pytest.approx(each, rel=1e-3)
 
 
 def test_ragged_drafts_pay_for_the_longest() -> None:

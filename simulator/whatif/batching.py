@@ -10,6 +10,7 @@ Arrivals, admission and prefill are left to `simulator.serving`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -67,10 +68,14 @@ class BatchSteps(NamedTuple):
     """Index of the request that each slot runs, shape (steps, batch)."""
 
 
-def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> BatchSteps:
+def in_steps(
+    log: RoundLog, batch: int, rngs: Sequence[np.random.Generator], whole: bool = False
+) -> BatchSteps:
     """Return steps of `batch` slots, a sample per generator.
 
-    Each draws requests with replacement, so that steps vary with them.
+    Each draws requests with replacement, so that steps vary with them.  ``whole``: the first has
+    every request, and its slots together run each round equally often, up to fewer than `batch`
+    rounds.
 
     Raises
     ------
@@ -84,24 +89,32 @@ def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> 
     bounds = np.searchsorted(log.rounds["request"], np.arange(len(log.requests) + 1))
     context = log.context
     # One sample at a time: of long recordings, the rounds of all would take too much memory.
-    samples = [_summed(log, context, _dealt(bounds, batch, rng)) for rng in rngs]
+    samples = [
+        _summed(log, context, _dealt(bounds, batch, rng, whole and not i))
+        for i, rng in enumerate(rngs)
+    ]
     counts = [len(emitted) for emitted, *_ in samples]
     columns = (np.concatenate(column) for column in zip(*samples, strict=True))
     return BatchSteps._make([batch, log, np.cumsum(counts) - counts, *columns])
 
 
-def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
+def _dealt(bounds: Ints, batch: int, rng: np.random.Generator, whole: bool = False) -> Ints:
     """Return rounds dealt to the slots, shape (steps, batch); request i has those from
     ``bounds[i]``.
     """
     counts = np.diff(bounds)
     usable = np.flatnonzero(counts)
     # A bootstrap sample of prompts serves all slots, each in its own order.
-    drawn = rng.choice(usable, len(usable))
+    drawn = rng.permutation(usable) if whole else rng.choice(usable, len(usable))
     total = int(counts[drawn].sum())
-    steps = min(total, max(FEWEST_STEPS, total // batch))
     # Slots begin in the midst of a request: else all would begin together.
-    slots = [(rng.permutation(drawn), int(rng.integers(total))) for _ in range(batch)]
+    if whole:
+        times = min(batch, math.ceil(FEWEST_STEPS * batch / total))
+        steps = math.ceil(times * total / batch)
+        slots = [(drawn, slot * total // batch) for slot in range(batch)]
+    else:
+        steps = min(total, max(FEWEST_STEPS, total // batch))
+        slots = [(rng.permutation(drawn), int(rng.integers(total))) for _ in range(batch)]
     order = np.concatenate([own for own, _ in slots])
     # The slots' rounds are counted on, so that one search finds whose turn it is in each.
     ends = np.cumsum(counts[order])
@@ -176,7 +189,7 @@ class _Taken(NamedTuple):
 
 
 class Samples:
-    """Bootstrap samples of a log's prompts in batches of one size.
+    """Samples of a log's prompts in batches of one size: all of them, then bootstrap samples.
 
     Parameters
     ----------
@@ -192,7 +205,7 @@ class Samples:
 
     def __init__(self, log: RoundLog, batch: int, count: int, seed: int) -> None:
         rngs = [np.random.default_rng([seed, i]) for i in range(count)]
-        self.steps = in_steps(log, batch, rngs)
+        self.steps = in_steps(log, batch, rngs, whole=True)
         self._emitted = np.add.reduceat(self.steps.emitted, self.steps.starts)
         self._rounds = log.per_request(np.ones(len(log)))
         prompts = len(self._rounds)
@@ -246,7 +259,7 @@ class InBatches:
     log, batch, seed:
         Those of `Samples`.
     resamples:
-        Bootstrap samples of prompts, besides one for the value.
+        Bootstrap samples of prompts, next to all prompts once, which give the value.
     plain:
         That of another log of the same requests, with as many resamples.
     """
@@ -274,14 +287,14 @@ class InBatches:
 
     def _compared(self, ours: _Taken, plain: _Taken) -> Speedups:
         ratios = plain.each / ours.each
-        value = ratios.mean(axis=0)
+        value = ratios[0]
         low = high = np.full_like(value, np.nan)
         if len(ratios) > 2 and self._prompts > 1:
-            low, high = intervals(ratios)
+            low, high = intervals(ratios[1:])
         slower = ours.prompt > plain.prompt * (1 + 1e-12)
         drawn = self._own.drawn & self.plain.drawn
         return Speedups(
-            self._tokens * ours.each.mean(axis=0), value, low, high,
+            self._tokens * ours.each[0], value, low, high,
             slower[:, drawn].mean(axis=1),
             np.full(len(value), max(ours.outside, plain.outside)),
         )  # fmt: skip
