@@ -29,7 +29,8 @@ class Lenience(TokenRule):
     ----------
     factor:
         l of the paper, in (0, 1]; 1 is lossless, and smaller accepts more.  The default
-        is ours.
+        is ours.  In ``greedy`` mode 1 also accepts tokens tied with the best, as bfloat16 logits
+        often are.
     mode:
         ``greedy``: accept ``p(d) >= l * p(best)`` (this form is ours; the paper states
         the sampled one).  ``sample``: accept with probability ``min(1, p(d) / (l q(d)))``,

@@ -36,8 +36,9 @@ class SpecVerification(TokenRule):
     tau:
         Largest gap to the best token's logit, which is also the gap in log-probability.
 
-    The released code defaults to ``beta=1, tau=0``, which is `ExactMatch`; the defaults
-    here are those of its published script.
+    The released code defaults to ``beta=1, tau=0``, which is `ExactMatch`, except that a token tied
+    with the best, as bfloat16 logits often are, is accepted too.  The defaults here are those of
+    its published script.
     """
 
     needs = ("top1", "draft_logit", "draft_rank")
