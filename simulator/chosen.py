@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
@@ -90,10 +90,10 @@ def load_policies(
             continue
         if is_file(text):
             name, made = from_file(text, limit, say, chosen)
-            if isinstance(made, BatchPolicy):
-                bounded = limit is None or made.longest_draft() is not None
-                made = SingleStream(made) if bounded else Cut(SingleStream(made), limit)
-            chosen[name] = made
+            one = SingleStream(made) if isinstance(made, BatchPolicy) else made
+            if limit is not None and one.longest_draft() is None:
+                one = Cut(one, limit)
+            chosen[name] = one
             continue
         try:
             own = exact_policy(text)
@@ -220,10 +220,21 @@ def swept_policies(
     return {name: informed(name, policy, trace, None, say) for name, policy in chosen}
 
 
+def is_unfitted(policy: object) -> TypeGuard[RateOptimal]:
+    """Return True if this is the rate-optimal rule, and nothing is fitted to a recording."""
+    return isinstance(policy, RateOptimal) and policy.cost is None
+
+
+def is_default(policy: object) -> TypeGuard[RateOptimal]:
+    """Return True if this is the rate-optimal rule with its defaults, except its longest draft."""
+    if not isinstance(policy, RateOptimal):
+        return False
+    settings = {k: p.default for k, p in parameters(RateOptimal).items() if k != "gamma_max"}
+    return all(getattr(policy, key) == value for key, value in settings.items())
+
+
 def say_unfitted(chosen: Named, say: Say) -> None:
     """Remark to `say` which of the policies is ``rate-optimal``, and not fitted."""
-    from simulator.whatif.ranking import is_unfitted
-
     for name, policy in chosen:
         if is_unfitted(policy):
             say(f"{name} is not fitted: it runs with its default estimates and costs")
@@ -358,7 +369,6 @@ def fitted_as_asked(
     per second of `latency`.  Raises DraftsimError if another parameter is set.
     """
     from simulator.serving import TableCost
-    from simulator.whatif.ranking import is_default
 
     if policy.cost is not None:
         return policy

@@ -253,9 +253,8 @@ def arms(
     """
     from policies.from_file import Cut, said_cut
     from profiler.engines.session import policy_from
-    from simulator.chosen import FITTED, every_policy, fitted_as_asked
+    from simulator.chosen import FITTED, every_policy, fitted_as_asked, is_unfitted
     from simulator.serving.run import lookahead_of
-    from simulator.whatif.ranking import is_unfitted
 
     chosen: dict[str, Any] = {}
     recorded = trace.max_gamma or longest

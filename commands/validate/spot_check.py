@@ -73,8 +73,8 @@ class SpotCheck(RealRuns):
     def __init__(
         self, given: Given, forced: bool = False, sampled: bool = False, assisted: bool = True
     ) -> None:
-        from simulator.chosen import load_policies, named, say_left_out
-        from simulator.whatif.ranking import fastest_for_real, is_unfitted, with_fastest
+        from simulator.chosen import is_unfitted, load_policies, named, say_left_out
+        from simulator.whatif.ranking import fastest_for_real, with_fastest
         from traces.replay.vectorised import replay_many
 
         super().__init__(given, sampled, forced)

@@ -153,7 +153,7 @@ class SweepRunner:
                 "source": source, "batch": part.batch, **totals(log.rounds),
                 "fidelity": log.fidelity,
             }  # fmt: skip
-            repeated = {k: np.repeat(np.array(v), prices.count) for k, v in fixed.items()}
+            repeated = {k: np.repeat(np.array(v), prices.rows) for k, v in fixed.items()}
             streams: _Singles | InBatches = (
                 _Singles(log, self._weights, plain) if part.batch == 1
                 else InBatches(log, part.batch, min(self.resamples, 30), self.seed, plain)
@@ -227,7 +227,7 @@ class _Priced(NamedTuple):
     """Contexts with tables."""
 
     @property
-    def count(self) -> int:
+    def rows(self) -> int:
         return len(self.ratios) + len(self.cells)
 
     def decide_alike(self, policy: DraftPolicy) -> bool:

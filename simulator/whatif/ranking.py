@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
-from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
-from policies.spec import parameters
-from simulator.chosen import Named, Say, load_policies, named, say_left_out, silent
+from simulator.chosen import (
+    Named,
+    Say,
+    is_default,
+    is_unfitted,
+    load_policies,
+    named,
+    say_left_out,
+    silent,
+)
 from simulator.pricing import Priced, price
 from simulator.summary import (
     accepted_mismatches,
@@ -285,19 +292,6 @@ def with_fastest(chosen: Named, best: Fastest, say: Say) -> Named:
 def without_plain(chosen: Named) -> Named:
     """Return the policies without plain decoding, the first row of every summary already."""
     return [c for c in chosen if c[0] != "autoregressive"] or chosen
-
-
-def is_unfitted(policy: object) -> bool:
-    """Return True if this is the rate-optimal rule, and nothing is fitted to a recording."""
-    return isinstance(policy, RateOptimal) and policy.cost is None
-
-
-def is_default(policy: object) -> TypeGuard[RateOptimal]:
-    """Return True if this is the rate-optimal rule with its defaults, except its longest draft."""
-    if not isinstance(policy, RateOptimal):
-        return False
-    settings = {k: p.default for k, p in parameters(RateOptimal).items() if k != "gamma_max"}
-    return all(getattr(policy, key) == value for key, value in settings.items())
 
 
 def ranked_rows(
