@@ -103,13 +103,17 @@ def recorded_log(
     trace: Trace, rounds: npt.NDArray[Any], name: str, policy: DraftPolicy, first: int
 ) -> RoundLog:
     """Return a log of `rounds` under `policy` along the recorded output, verified losslessly."""
-    source = "none" if policy.longest_draft() == 0 else trace.source
     return RoundLog(
-        rounds, trace.requests, name, source=source, drafter=trace.drafter,
-        verify="rejection-sampling" if trace.temperature > 0 else "exact",
+        rounds, trace.requests, name, source=source_under(policy, trace.source),
+        drafter=trace.drafter, verify="rejection-sampling" if trace.temperature > 0 else "exact",
         fidelity=fidelity_of(trace), reads=policy.reads, first=first,
         takes_verified=trace.takes_verified,
     )  # fmt: skip
+
+
+def source_under(policy: DraftPolicy, source: str) -> str:
+    """Return the source of a log under `policy`: ``none`` if it never drafts, else `source`."""
+    return "none" if policy.longest_draft() == 0 else source
 
 
 def own_policy(trace: Trace, policy: P) -> P:
