@@ -25,6 +25,7 @@ from commands.common.output import (
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
 from commands.common.written import TABLES, Shown, write_rows
+from policies.registry import is_bound
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 
@@ -298,7 +299,8 @@ def _searched(
             recording.trace, table, policy or [], resamples=resamples, seed=seed, jobs=jobs or 1
         )
     if json is None:
-        first = max(found, key=lambda row: row["speedup"])
+        real = [row for row in found if not is_bound(row["policy"])]
+        first = max(real, key=lambda row: row["speedup"])
         ends = [first[f"speedup_{end}"] for end in ("lo", "hi")]
         span = "" if None in ends else f" ({' to '.join(map(three_digits, ends))})"
         note(
@@ -312,14 +314,18 @@ def _ladder(
     recording: Recording, table: LatencyTable, policy: list[str] | None, resamples: int,
     seed: int, plots: Path | None, json: str | None, out: Path | None,
 ) -> None:  # fmt: skip
-    from simulator.chosen import load_policies, named
+    from simulator.chosen import load_policies, named, say_unfitted
     from simulator.plots import save_all_kinds
     from simulator.plots.whatif import plot_ladder
     from simulator.whatif.ladder import ladder as climb
     from simulator.whatif.sweep import expand
 
     trace = recording.trace
-    chosen = dict(named(load_policies(expand(policy), trace, say=remark))) if policy else None
+    chosen = None
+    if policy:
+        found = named(load_policies(expand(policy), trace, say=remark, latency=table))
+        say_unfitted(found, remark)
+        chosen = dict(found)
     with working("splitting the prompts") as say:
         rungs = climb(trace, table, policies=chosen, resamples=resamples, seed=seed, progress=say)
     note(f"{recording.said}: {_climbed(rungs)}")
@@ -334,7 +340,7 @@ def _ladder(
 
 def _climbed(rungs: pd.DataFrame) -> str:
     """Return in one sentence how far the best policy gets; rows of `whatif.ladder.ladder`."""
-    best = rungs[rungs["rung"] != "oracle"].iloc[-1]
+    best = rungs[~rungs["policy"].map(is_bound)].iloc[-1]
     oracle = rungs[rungs["rung"] == "oracle"].iloc[0]
     if not best["speedup"] > 1 + 1e-12:
         return f"no policy is faster than no speculation; the oracle gives {oracle['speedup']:.3g}x"

@@ -99,8 +99,8 @@ def said_cut(name: str, longest: int, whose: str) -> str:
 
 def file_of(policy: Any) -> tuple[str, str] | None:
     """Return name and digest of the file that a policy's class is from; None if built in."""
-    marks = (getattr(type(p), FILE_MARK, None) for p in (policy, getattr(policy, "policy", None)))
-    return next(filter(None, marks), None)
+    mark, inner = getattr(type(policy), FILE_MARK, None), getattr(policy, "policy", None)
+    return mark if mark is not None or inner is None else file_of(inner)
 
 
 def identity(policy: Any) -> Any:
@@ -111,7 +111,7 @@ def identity(policy: Any) -> Any:
     if isinstance(policy, Mapping):
         return {name: identity(value) for name, value in policy.items()}
     inner = getattr(policy, "policy", None)
-    if inner is not None and hasattr(type(inner), FILE_MARK):
+    if inner is not None and file_of(inner) is not None:
         return type(policy).__name__, {**vars(policy), "policy": identity(inner)}
     return policy
 

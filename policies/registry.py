@@ -151,6 +151,28 @@ def describe(policy: DraftPolicy | BatchPolicy) -> str:
     return describe_spec(policy, names.get(type(policy), own))
 
 
+def lacks(policy: DraftPolicy | BatchPolicy, resource: str) -> bool:
+    """Return True if a shipped `policy` takes the parameter `resource`, and was given none.
+
+    False for `RateOptimal`, whose rate is in units of its own cost.
+
+    >>> lacks(UCBSpec(), "cost"), lacks(Fixed(), "cost")
+    (True, False)
+    """
+    inner = policy.policy if isinstance(policy, SingleStream) else policy
+    shipped = type(inner) in POLICIES.values() and not isinstance(inner, RateOptimal)
+    return shipped and resource in parameters(type(inner)) and getattr(inner, resource) is None
+
+
+def supplied(policy: AnyPolicy, **resources: Any) -> AnyPolicy:
+    """Return a new prototype of `policy` with those of `resources` that it `lacks`."""
+    if isinstance(policy, SingleStream):
+        return type(policy)(supplied(policy.policy, **resources))
+    lacking = {key: value for key, value in resources.items() if lacks(policy, key)}
+    values = {key: getattr(policy, key) for key in parameters(type(policy))} if lacking else {}
+    return type(policy)(**{**values, **lacking}) if lacking else policy
+
+
 def capped(policy: AnyPolicy, max_gamma: int, explicit: Collection[str] = ()) -> AnyPolicy:
     """Return `policy` with its maximum draft length lowered to `max_gamma` where the default is
     larger.

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeGuard, TypeVar
 
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
-from policies.from_file import file_of, is_file, load_file, said_cut
+from policies.from_file import Cut, file_of, is_file, load_file, said_cut
 from policies.lengths.basic import Autoregressive, Fixed
+from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import (
     PLAIN,
     POLICIES,
+    AnyPolicy,
     describe,
+    lacks,
     parse_policy,
     parse_serving_policy,
     policy_names,
+    supplied,
 )
 from policies.rules.base import VerifyRule
 from policies.rules.context import CSD
@@ -29,9 +33,6 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.run import can_replay
 from traces.sources.methods import exact_policy, same_rule
-
-if TYPE_CHECKING:
-    from policies.lengths.rate_optimal import RateOptimal
 
 Say = Callable[[str], None]
 Named = list[tuple[str, DraftPolicy]]
@@ -63,13 +64,15 @@ def load_policies(
     max_gamma: int | None = None,
     say: Say = silent,
     lacking: dict[str, DraftPolicy] | None = None,
+    latency: LatencyTable | None = None,
 ) -> Named:
     """Return (name, policy) of each text or object; no text or ``all`` means all policies.
 
     A named method of the draft model with lossless verification keeps its name.  ``all`` leaves out
     policies that read signals which the trace lacks: they are added to `lacking` if it is given,
     else `say` is called with a remark.  ``signals`` and ``max_gamma`` are those of another draft
-    source, by default the trace's own.  Raises DraftsimError naming the text that is wrong.
+    source, by default the trace's own.  With `latency`, policies are `informed` of its costs.
+    Raises DraftsimError naming the text that is wrong.
     """
     names = list(texts or ["all"])
     every = "all" in names
@@ -96,10 +99,35 @@ def load_policies(
         chosen.setdefault(text if own != text else describe(policy), policy)
     if lacking is None:
         say_left_out(absent, have, say)
-    return [
-        (name, SingleStream(policy) if isinstance(policy, BatchPolicy) else policy)
-        for name, policy in chosen.items()
-    ]
+    found = []
+    for name, served in chosen.items():
+        one = SingleStream(served) if isinstance(served, BatchPolicy) else served
+        if one is not served and limit is not None and file_of(one) and not one.longest_draft():
+            one = Cut(one, limit)
+        if latency is not None:
+            one = informed(name, one, trace, latency, say)
+        found.append((name, one))
+    return found
+
+
+def informed(
+    name: str, policy: AnyPolicy, trace: Trace, latency: LatencyTable | None, say: Say
+) -> AnyPolicy:
+    """Return a shipped `policy` with the costs and the estimates that it needs and was not given.
+
+    Costs are those of `latency`; None: it keeps none.  A policy that decides for a whole batch gets
+    estimates of acceptance fitted to `trace`, and `say` is told so.
+    """
+    from simulator.serving import TableCost
+    from simulator.whatif.rate import fit_estimates
+
+    if latency is not None and lacks(policy, "cost"):
+        policy = supplied(policy, cost=TableCost(latency))
+    if isinstance(policy, BatchPolicy | SingleStream) and lacks(policy, "estimator"):
+        say(f"{name}: its estimates of acceptance are fitted to this recording")
+        estimator = fit_estimates(trace, "isotonic", trace.max_gamma or 8)[0]
+        policy = supplied(policy, estimator=estimator)
+    return policy
 
 
 def name_or_added(
@@ -180,7 +208,7 @@ def swept_policies(
     """Return the policies of a sweep, with values in braces expanded.
 
     Without `texts` they are the fixed lengths up to `LONGEST` and the oracle.  Each of `gammas`
-    becomes the draft length of every policy that has one.
+    becomes the draft length of every policy that has one.  `say` is told what is not fitted.
     """
     from simulator.whatif.sweep import expand, with_gammas
 
@@ -191,7 +219,29 @@ def swept_policies(
             every = [name for name, _ in load_policies(None, trace, say=say)]
             names = [n for n in names if n != "all"] + every
         names = with_gammas(names, list(gammas))
-    return dict(named(load_policies(names, trace, say=say)))
+    chosen = named(load_policies(names, trace, say=say))
+    say_unfitted(chosen, say)
+    return {name: informed(name, policy, trace, None, say) for name, policy in chosen}
+
+
+def is_unfitted(policy: object) -> TypeGuard[RateOptimal]:
+    """Return True if this is the rate-optimal rule, and nothing is fitted to a recording."""
+    return isinstance(policy, RateOptimal) and policy.cost is None
+
+
+def is_default(policy: object) -> TypeGuard[RateOptimal]:
+    """Return True if this is the rate-optimal rule with its defaults, except its longest draft."""
+    if not isinstance(policy, RateOptimal):
+        return False
+    settings = {k: p.default for k, p in parameters(RateOptimal).items() if k != "gamma_max"}
+    return all(getattr(policy, key) == value for key, value in settings.items())
+
+
+def say_unfitted(chosen: Named, say: Say) -> None:
+    """Remark to `say` which of the policies is ``rate-optimal``, and not fitted."""
+    for name, policy in chosen:
+        if is_unfitted(policy):
+            say(f"{name} is not fitted: it runs with its default estimates and costs")
 
 
 def load_rule(text: str | None, memory: Path | None = None) -> VerifyRule | None:
@@ -249,18 +299,15 @@ def load_serving_policies(
 ) -> dict[str, Served]:
     """Return policies by name; no text means `DEFAULT`, ``all`` means `every_policy`.
 
-    Policies that weigh costs get those of the table.  Policies that estimate acceptance, and the
-    rate of ``rate-optimal``, are fitted to the trace.  Policies of ``all`` or the default are left
-    out if the trace lacks their signals or the mode does not fit.  A file of `settings` is one more
-    policy with the file's name, for batches up to `largest`; without texts it is served next to
-    `simulator.tune.served.rivals`.
+    Policies are `informed` of the costs of the table, and ``rate-optimal`` is `fitted_as_asked`.
+    Policies of ``all`` or the default are left out if the trace lacks their signals or the mode
+    does not fit.  A file of `settings` is one more policy with the file's name, for batches up to
+    `largest`; without texts it is served next to `simulator.tune.served.rivals`.
     Raises DraftsimError naming what is wrong with a text.
     """
-    from simulator.serving import TableCost
     from simulator.tune.costs import longest_draft
     from simulator.tune.formats import read_settings
     from simulator.tune.served import rivals
-    from simulator.whatif.rate import fit_estimates
 
     asked = [t for t in texts or () if t != "all"]
     implied = DEFAULT if not texts else every_policy() if "all" in texts else ()
@@ -277,25 +324,26 @@ def load_serving_policies(
             )
         if not texts:
             return with_plain({**chosen, **rivals(longest_draft(trace))})
+
+    def ready(name: str, policy: Served, say: Say = say) -> Served:
+        if isinstance(policy, RateOptimal):
+            return fitted_as_asked(name, policy, trace, latency)
+        return informed(name, policy, trace, latency, say)
+
     for given in [*asked, *implied]:
+        if not isinstance(given, str):
+            if not repeats(given, chosen):
+                name = name_of(given, chosen)
+                chosen[name] = ready(name, given)
+            continue
         if (text := name_or_added(given, chosen, trace.max_gamma, say)) is None:
             continue
-        exact = exact_policy(text)
-        name = exact.partition(":")[0].strip()
-        resources: dict[str, Any] = {}
-        wants = parameters(POLICIES[name]) if name in POLICIES else {}
-        if "cost" in wants:
-            resources["cost"] = TableCost(latency)
-        if "estimator" in wants:
-            resources["estimator"] = fit_estimates(trace, "isotonic", trace.max_gamma or 8)[0]
         try:
-            made: Served
-            if exact == FITTED:
-                made = fitted(trace, latency)
-            else:
-                made = parse_serving_policy(exact, max_gamma=trace.max_gamma, **resources)
+            made: Served = parse_serving_policy(exact_policy(text), max_gamma=trace.max_gamma)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
+        said: list[str] = []
+        made = ready(text, made, said.append)
         fits = (
             batched and set(made.reads) <= trace.signals
             if isinstance(made, BatchPolicy)
@@ -307,8 +355,31 @@ def load_serving_policies(
         if text in asked or fits:
             # A length left at its default is in the name all the same.
             name = f"fixed:gamma={made.gamma}" if text == "fixed" else text  # type: ignore[union-attr]
-            chosen.setdefault(name, made)
+            if name not in chosen:
+                chosen[name] = made
+                for line in said:
+                    say(line)
     return with_plain(chosen)
+
+
+def fitted_as_asked(
+    text: str, policy: RateOptimal, trace: Trace, latency: LatencyTable
+) -> RateOptimal:
+    """Return the rate-optimal `policy` that `text` describes, for a server.
+
+    It is fitted, up to its ``gamma_max``, unless it has a cost.  A rate of its own stays, in tokens
+    per second of `latency`.  Raises DraftsimError if another parameter is set.
+    """
+    from simulator.serving import TableCost
+
+    if policy.cost is not None:
+        return policy
+    if is_default(policy):
+        return fitted(trace, latency, policy.gamma_max)
+    known = parameters(RateOptimal)
+    if policy.rate == known["rate"].default:
+        raise DraftsimError(f"{text}: this command fits it, so only gamma_max can be set")
+    return RateOptimal(**{**{k: getattr(policy, k) for k in known}, "cost": TableCost(latency)})
 
 
 def fitted(trace: Trace, latency: LatencyTable, longest: int | None = None) -> RateOptimal:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from policies.core import DraftPolicy
 from policies.from_file import is_file
-from policies.registry import parse_policy
+from policies.registry import lacks, parse_policy
 from policies.rules.base import VerifyRule
 from policies.rules.registry import parse_rule
 from simulator.chosen import (
@@ -23,6 +23,7 @@ from simulator.chosen import (
     Say,
     Served,
     Text,
+    is_unfitted,
     load_policies,
     load_rule,
     named,
@@ -31,10 +32,10 @@ from simulator.chosen import (
 from simulator.executors import results_of
 from simulator.recording import Recording
 from simulator.whatif.ranking import (
+    TEXTBOOK,
     UNFITTED,
     Progress,
     Ranking,
-    is_unfitted,
     lossless,
     rank,
     ranked_rows,
@@ -351,7 +352,7 @@ def compare(
         ]
     parts += [
         ranked, with_own_drafts,
-        lambda say: [replay_method(one, trace, memory, say) for one in asked.ruled],
+        lambda say: [replay_method(one, trace, latency, memory, say) for one in asked.ruled],
     ]  # fmt: skip
     found = results_of(
         [partial(_heard, part) for part in parts], trace.tokens * len(SYSTEMS),
@@ -405,16 +406,20 @@ def _ranked_stream(
     chosen = without_plain(named(load_source_policies(texts, source, trace, held, say)))
     # The rule is fitted to a draft model's passes, which another source does not make.
     notes = {name: UNFITTED for name, policy in chosen if is_unfitted(policy)}
+    # Nor do costs by draft length tell what its passes cost.
+    notes |= {name: TEXTBOOK for name, policy in chosen if lacks(policy, "cost")}
     every = not texts or "all" in texts
     longest = source.longest(trace, held)
     return with_best_fixed(Ranking(replayed(chosen), notes), latency, longest, replayed, every)
 
 
 def load_method(
-    name: str, trace: Trace, memory: Path | None = None, say: Say = silent
-) -> tuple[str, DraftPolicy, VerifyRule | None]:
+    name: str, trace: Trace, memory: Path | None = None, say: Say = silent,
+    latency: LatencyTable | None = None,
+) -> tuple[str, DraftPolicy, VerifyRule | None]:  # fmt: skip
     """Return the policy's text, the policy and the rule of a method with a draft model.
 
+    The policy weighs the costs of `latency`, if it is given (`simulator.chosen.informed`).
     ``name`` is in `traces.sources.methods.METHODS`, or ``POLICY+RULE``.
     """
     chosen = method_of(name) or method(name)
@@ -423,16 +428,19 @@ def load_method(
             f"method {name!r} drafts with {chosen.source}, whose replay is exact: see `simulate`"
         )
     chosen = resolved(chosen, trace)
-    [(text, policy)] = load_policies([chosen.policy], trace, say=say)
+    [(text, policy)] = load_policies([chosen.policy], trace, say=say, latency=latency)
     learns = chosen.rule.partition(":")[0] in ("csd", "csd-ocm")
     return text, policy, load_rule(chosen.rule, memory if learns else None)
 
 
 def replay_method(
-    name: str, trace: Trace, memory: Path | None = None, say: Say = silent
+    name: str, trace: Trace, latency: LatencyTable, memory: Path | None = None, say: Say = silent
 ) -> RoundLog:
-    """Return the log of a method with the draft model, called what it was asked for by."""
-    text, policy, rule = load_method(name, trace, memory, say)
+    """Return the log of a method with the draft model, called what it was asked for by.
+
+    The costs of `latency` are those that its policy weighs.
+    """
+    text, policy, rule = load_method(name, trace, memory, say, latency)
     if is_file(name) and (chosen := method_of(name)) is not None:
         name = f"{text}+{chosen.rule}"  # without the folder
     [log] = replay_many(trace, [(name, policy)], rule=rule)

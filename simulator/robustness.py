@@ -111,9 +111,12 @@ class Families(NamedTuple):
     """Lines on policies without such a length, and on lengths that were not recorded."""
 
 
-def families_of(trace: Trace, texts: Sequence[str] | None, fewest: int = 2) -> Families:
+def families_of(
+    trace: Trace, texts: Sequence[str] | None, fewest: int = 2, latency: LatencyTable | None = None
+) -> Families:
     """Return the policies of `texts` as functions of their parameter gamma, ``fixed`` first.
 
+    They weigh the costs of `latency`, if it is given (`simulator.chosen.informed`).
     Without texts, or with ``all``, these are `STARTING` (and those named with ``all``).
     Raises DraftsimError if the recording holds drafts of fewer than `fewest` lengths.
     """
@@ -129,7 +132,8 @@ def families_of(trace: Trace, texts: Sequence[str] | None, fewest: int = 2) -> F
     names = [text for text in names if text not in without]
     if names + without == [] or "all" in (texts or ()):
         names += [name for name in STARTING if name not in names]
-    for name, policy in load_policies(list(dict.fromkeys(["fixed", *names])), trace):
+    every = list(dict.fromkeys(["fixed", *names]))
+    for name, policy in load_policies(every, trace, latency=latency):
         inner: Any = getattr(policy, "policy", policy)
         start = parameters(type(inner)).get("gamma")
         if start is None or not isinstance(inner.gamma, int):
@@ -161,7 +165,7 @@ def speedups_of(
     trace: Trace, latency: LatencyTable, texts: Sequence[str] | None
 ) -> tuple[pd.DataFrame, list[str]]:
     """Return the rows of `speedup_by_gamma` for the `families_of` texts, and what is left out."""
-    made, gammas, left_out = families_of(trace, texts)
+    made, gammas, left_out = families_of(trace, texts, latency=latency)
     return speedup_by_gamma(trace, made, latency, gammas), left_out
 
 

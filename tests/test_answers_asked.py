@@ -18,6 +18,7 @@ from commands.serve import _break_even
 from policies.batch.sglang import SGLangAdaptive
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
+from policies.registry import parse_policy
 from policies.rules.registry import parse_rule
 from simulator.aggregate.server import ServerRun, calibrate
 from simulator.plots.serving import _speedups
@@ -541,7 +542,7 @@ def test_a_policy_that_never_drafts_is_no_speculation_everywhere() -> None:
 def test_steps_without_drafts_verify_nothing() -> None:
     """At cost ratios a step costs v only where it verifies drafts, in batches as alone."""
     trace = synthetic_trace(0.7, requests=6, tokens=40)
-    log = always_drafted(replay(trace, Autoregressive(), name="table"), 1)
+    log = always_drafted(replay(trace, parse_policy("batch-table:table=[[1,64,0]]")), 1)
     for batch in (1, 4):
         found = InBatches(log, batch, 3).at_ratios(np.array([0.1]), 2.0)
         assert found.speedup == pytest.approx(1 / 1.1)

@@ -48,6 +48,16 @@ class Shared(BatchPolicy):
     def plan(self, loads):
         return self.gamma if len(loads) < 2 else 1
 
+class Drifting(BatchPolicy):
+    def __init__(self):
+        self._last = 8
+
+    def plan(self, loads):
+        return self._last * 5
+
+    def observe(self, outcomes):
+        self._last = outcomes[0].accepted + 1
+
 class Other:
     pass
 """
@@ -94,14 +104,17 @@ def test_a_policy_of_ones_own_is_held_to_the_longest_draft_there_is(
     for command, more in (("simulate", ()), ("serve", ("--batch", 1, "--requests", 6))):
         ran = run(
             command, "--trace", synthetic_run, *more, "--json", "-", "--policy", f"{file}:Longer",
-            "--policy", f"{file}:Unbounded",
+            "--policy", f"{file}:Unbounded", "--policy", f"{file}:Drifting",
+            "--policy", f"{file}:Drifting",
         )  # fmt: skip
+        own = ["mine.py:Unbounded", "mine.py:Drifting"]
         shown = [row["policy"] for row in ran.rows]
-        assert shown[1:3] == ["mine.py:Longer:gamma_max=24", "mine.py:Unbounded"]
-        assert (
-            "mine.py:Unbounded sets no longest draft: it is cut at length 24, the recording's "
-            "longest (set an attribute gamma_max, or define longest_draft())" in ran.err
-        )
+        assert shown[1:4] == ["mine.py:Longer:gamma_max=24", *own]
+        for name in own:
+            assert (
+                f"{name} sets no longest draft: it is cut at length 24, the recording's longest "
+                "(set an attribute gamma_max, or define longest_draft())" in ran.err
+            )
         assert "Longer sets" not in ran.err
     ran = run("simulate", "--trace", synthetic_run, "--policy", f"{file}:Misled")
     assert "drafted 4 tokens, but its longest draft is 2: set an attribute gamma_max" in ran.refusal

@@ -14,20 +14,25 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
 import draftsim
 from commands.serve import guesses, headline, kept
-from simulator.chosen import PLAIN, load_serving_policies
+from policies.batch.base import BatchPolicy, SingleStream
+from simulator.chosen import PLAIN, fitted, load_policies, load_serving_policies
 from simulator.serving import read_results
 from simulator.serving.outcome.results import ResultsFile
 from tests.conftest import Run, Serve
 from tests.forked import forked
 from tests.serving import PAIR, arrival_file, table_of
 from traces.acceptance.synthetic import synthetic_trace
+from traces.errors import DraftsimError
+from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
+from traces.store.recordings import find_latency, find_trace
 
 SERVE_FIELDS = {
     "policy", "verify", "batch", "rate", "throughput_tok_s", "ttft_s", "tpot_s", "e2e_s",
@@ -88,8 +93,6 @@ def test_all_serves_policies_per_request_and_per_batch(serve: Serve) -> None:
 
 
 def test_policies_get_cost_and_estimates_from_the_recording(synthetic_run: Path) -> None:
-    from traces.store.recordings import find_latency, find_trace
-
     trace, latency = find_trace(synthetic_run), find_latency(synthetic_run)
     texts = ["adaptive-verification", "goodput:gamma_max=4", "rate-optimal"]
     made: dict[str, Any] = load_serving_policies(texts, trace, latency)
@@ -105,6 +108,32 @@ def test_policies_get_cost_and_estimates_from_the_recording(synthetic_run: Path)
     assert sum(estimates) / len(estimates) == pytest.approx(
         (trace.columns["match"][on_path] == 1).mean(), abs=0.02
     )
+
+
+def test_one_request_at_a_time_is_decided_as_simulate_decides(synthetic_run: Path) -> None:
+    trace, latency = find_trace(synthetic_run), find_latency(synthetic_run)
+    texts = ["ucb", "goodput", "sglang-throughput", "adaptive-verification", "specdec-pp", "disco"]
+    said: list[str] = []
+    served = load_serving_policies(texts, trace, latency, say=said.append)
+    for name, policy in load_policies(texts, trace, say=said.append, latency=latency):
+        own = served[name]
+        alone = SingleStream(own) if isinstance(own, BatchPolicy) else own
+        np.testing.assert_array_equal(replay(trace, policy).rounds, replay(trace, alone).rounds)
+    assert said == ["adaptive-verification: its estimates of acceptance are fitted to this "
+                    "recording"] * 2  # fmt: skip
+
+
+def test_the_rate_optimal_rule_is_fitted_under_every_name(synthetic_run: Path) -> None:
+    trace, latency = find_trace(synthetic_run), find_latency(synthetic_run)
+    texts = ["rate-optimal", "rate-optimal:gamma_max=3", "rate-optimal:rate=70,gamma_max=3"]
+    made: dict[str, Any] = load_serving_policies(texts, trace, latency)
+    whole, short, own = (made[text] for text in texts)
+    assert (whole.rate, short.rate) == (fitted(trace, latency).rate, fitted(trace, latency, 3).rate)
+    assert short.gamma_max == 3
+    assert own.rate == 70
+    assert own.cost(1, 2, 3, 50.0) == pytest.approx(whole.cost(1, 2, 3, 50.0))
+    with pytest.raises(DraftsimError, match="only gamma_max can be set"):
+        load_serving_policies(["rate-optimal:acceptance=0.6"], trace, latency)
 
 
 def test_one_token_outputs_have_no_time_per_token(serve: Serve, tmp_path: Path) -> None:

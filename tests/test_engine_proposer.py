@@ -248,7 +248,10 @@ def test_the_rate_optimal_rule_is_fitted_before_it_runs() -> None:
     with pytest.raises(DraftsimError, match=r"rate-optimal is fitted .* drop --http"):
         runnable(["rate-optimal"], TRACE, LONGEST)
     with pytest.raises(DraftsimError, match="only gamma_max can be set"):
-        runnable(["rate-optimal:rate=2"], TRACE, LONGEST, latency)
+        runnable(["rate-optimal:acceptance=0.9"], TRACE, LONGEST, latency)
+    own = runnable(["rate-optimal:rate=200"], TRACE, LONGEST, latency)["rate-optimal:rate=200"]
+    assert own.rate == 200
+    assert own.cost is not None
 
 
 @pytest.mark.parametrize(

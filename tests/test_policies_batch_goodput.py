@@ -56,6 +56,16 @@ def test_goodput_keeps_the_draft_in_step_at_zero() -> None:
         assert policy.allot([[None], []]) == [0, 0]
 
 
+def test_goodput_prices_zero_with_the_draft_pass_that_keeps_step() -> None:
+    # A draft pass that runs anyway is better verified: 1.5 tokens in 1.9 against 1 in 1.9.
+    cost = TextbookCost(draft=0.9)
+    for in_step, length in ((True, 1), (False, 0)):
+        policy = Goodput(gamma_max=3, acceptance=0.5, cost=cost, in_step=in_step)
+        assert policy.plan(loads(2)) == length
+    # Its fork skips the draft model.
+    assert TurboSpec(acceptance=0.5, cost=cost).plan(loads(2)) == 0
+
+
 @pytest.mark.parametrize(("a", "c"), [(0.6, 0.1), (0.7, 0.1), (0.8, 0.05), (0.8, 0.1), (0.9, 0.2)])
 def test_turbospec_finds_the_closed_form_optimum(a: float, c: float) -> None:
     """With a constant acceptance rate the best k is the argmax of Leviathan's speedup."""

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import Round
+from policies.core import DraftPolicy, Round
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator import autoregressive, price
 from simulator.pricing import call_seconds
 from tests.break_even import priced_at
+from tests.compiled import ALONG
 from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request
@@ -25,6 +26,7 @@ from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
 from traces.replay.calls import CALL_DTYPE, CALL_KINDS, HEAD, LAYER, PASS
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
+from traces.replay.vectorised import replay_many
 
 CELLS = {
     (model, phase, 1, width, context): base * (1 + 0.07 * width + context / 900)
@@ -169,6 +171,16 @@ def test_autoregressive_is_the_replay_of_a_policy_that_never_drafts(first: int) 
     replayed = replay(trace, Autoregressive(), first=first)
     built = autoregressive(replay(trace, Fixed(4), first=first))
     np.testing.assert_array_equal(built.rounds, replayed.rounds)
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "transformer-base", ""])
+@pytest.mark.parametrize("policy", [Autoregressive(), Fixed(0)])
+def test_plain_decoding_has_no_drafter_under_any_name(name: str, policy: DraftPolicy) -> None:
+    trace = synthetic_trace(0.6, tokens=20, requests=10)
+    built = price(autoregressive(replay(trace, Fixed(4))), ALONG)
+    [many] = replay_many(trace, [(name, policy)])
+    for log in (many, replay(trace, policy, name=name)):
+        assert price(log, ALONG).total_s == built.total_s
 
 
 @pytest.mark.invariant(5)

@@ -51,6 +51,15 @@ def cmasd_gap(x: Position) -> float:
     return float(0.2 + 1.5 * confidence)
 
 
+def test_a_token_tied_with_the_best_is_as_good_where_a_rule_compares_logits() -> None:
+    tied = SimpleNamespace(
+        match=False, draft_rank=0, top1=3.0, draft_logit=3.0, logsumexp=4.0, token=1
+    )
+    assert not ExactMatch().accepts(None, tied)
+    for rule in (SpecVerification(beta=1, tau=0.0), GlobalThreshold(1.0), Lenience(1.0)):
+        assert rule.accepts(None, tied)
+
+
 DEFINITIONS: list[tuple[Any, Callable[[Position], bool]]] = [
     (ExactMatch(), lambda x: x.d == x.best),
     (RejectionSampling(), lambda x: x.d == x.best),

@@ -100,7 +100,7 @@ def test_the_rounds_and_their_cost_are_those_of_the_source(case: Any, text: str)
         expected = replay_source(case.trace, source, policy, recordings=case.recordings)
         for log in (replay(trace, policy), *replay_many(trace, {"": policy})):
             np.testing.assert_array_equal(log.rounds, expected.rounds)
-            assert (log.source, log.fidelity) == (expected.source, "exact")
+            assert (log.source, log.fidelity) == (expected.source, source.fidelity)
             ours, theirs = price(log, table), price(expected, TABLE)
             drafting = log.rounds["drafted"] > 0  # no pass of layers precedes those that do not
             # Calls of layers, and of one pass, are read at the context that their round began at.

@@ -13,6 +13,7 @@ from tests.outputs import trace_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.replay.run import fidelity_of
 from traces.sources import parse_source, replay_source
 from traces.sources.as_draft import drafted_latency, drafted_trace
 from traces.sources.starts.parallel import Parallel, drawn_starts
@@ -51,6 +52,13 @@ def test_a_drawn_confidence_is_the_chance_of_its_token(trace: Trace) -> None:
         assert some.sum() > 300
         error = np.sqrt(prob[some].mean() * (1 - prob[some].mean()) / some.sum())
         assert abs(right[some].mean() - prob[some].mean()) < 4 * error
+
+
+def test_drawn_drafts_are_approximate(trace: Trace) -> None:
+    source = parse_source(TEXT)
+    assert replay_source(trace, source, Fixed(2)).fidelity == "approximate"
+    drawn = source.completed(trace, {})
+    assert fidelity_of(drafted_trace(trace, source, drawn)) == "approximate"
 
 
 def test_all_tokens_cost_one_pass(trace: Trace) -> None:

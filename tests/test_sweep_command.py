@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from traces.errors import DraftsimError
 from traces.store.files import write_latency, write_trace
 
 CONST = "const:target=0.01,draft=0.001,verify=0.011"
+FREE = ("--c", "0.1", "--assume-batch-free")
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +203,26 @@ def test_ladder(trace: str, tmp_path: Path) -> None:
     assert (tmp_path / "ladder.png").exists()
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("--ladder", "--policy", "all"),
+        ("--ladder", "--policy", "oracle", "--policy", "oracle:convention=run+1"),
+        ("--tune", "--policy", "oracle:gamma_max={2,6}", "--policy", "fixed:gamma={1,2}"),
+    ],
+)
+def test_the_oracle_is_not_recommended(trace: str, asked: tuple[str, ...]) -> None:
+    given = ["sweep", "--trace", trace, "--latency", CONST, *asked, "--resamples", "5"]
+    shown = CliRunner().invoke(app.app, given)
+    assert shown.exit_code == 0
+    said = " ".join(shown.stderr.split())
+    assert "fastest" in said
+    assert not re.search(r"fastest: oracle|oracle\S* is fastest", said)
+    if "--ladder" in asked:
+        assert not re.search(r"^policy +oracle(:gamma_max=\d+)? ", shown.stdout, re.MULTILINE)
+        assert ("is not fitted" in said) == ("all" in asked)
+
+
 def test_parameters_are_searched_on_other_prompts_than_they_are_judged_on(trace: str) -> None:
     found = rows(
         "--trace", trace, "--latency", CONST, "--tune", "--policy", "fixed:gamma={1..8}",
@@ -246,6 +268,11 @@ def test_search_space_tells_values_from_braces() -> None:
         (("--latency", CONST, "--batch", "1000000000"), "not between 1 and 65536"),
         (("--latency", CONST, "--context", "1e12"), "not between 0 and 1e"),
         (("--latency", CONST, "--tune", "--ladder"), "drop --tune"),
+        (
+            (*FREE, "--batch", "1,4", "--policy", "confidence-freeze"),
+            "confidence-freeze decides for the whole batch.*serve --batch",
+        ),
+        ((*FREE, "--batch", "4", "--policy", "confidence-scheduled"), "the whole batch"),
         (("--latency", CONST, "--tune", "--policy", "all:gamma={1,2}"), "name it instead of all"),
     ],
 )

@@ -211,7 +211,7 @@ def test_ladder_adds_up_and_holds_prompts_out() -> None:
     assert own["speedup"] == pytest.approx(plain / price(log, TABLE).total_s)
     gamma = best_fixed(trace.select(train), TABLE)
     assert by.loc["best-fixed", "policy"] == f"fixed:gamma={gamma}"
-    assert set(paper_policies(trace)) <= set(rungs["policy"])
+    assert set(paper_policies(trace, TABLE)) <= set(rungs["policy"])
 
 
 def test_a_policy_that_loses_has_no_share_of_the_oracles_gain() -> None:

@@ -11,11 +11,13 @@ import pandas as pd
 import pytest
 
 from policies import Autoregressive, DraftPolicy, Fixed, HFHeuristic, Oracle, parse_policy
+from policies.batch.base import TextbookCost
 from policies.core import Load, Round
-from policies.registry import PLAIN
+from policies.registry import PLAIN, supplied
+from simulator.chosen import load_policies
 from simulator.executors import Local
 from simulator.pricing import autoregressive, price
-from simulator.serving.cost import EngineCost
+from simulator.serving.cost import EngineCost, TableCost
 from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.batching import InBatches, _dealt, in_steps, step_costs
 from simulator.whatif.cells import COLUMNS, Prices, SweepPart, SweepRunner, _at_context, references
@@ -36,6 +38,34 @@ SUMMARIZED = (
     "speedup", "speedup_lo", "speedup_hi", "wall_s", "block_efficiency", "tokens", "rounds",
     "drafted", "accepted", "acceptance_rate",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["goodput", "ucb", "sglang-throughput"])
+def test_policies_weigh_the_costs_that_price_them(text: str) -> None:
+    trace, ratios = recorded(), (0.02, 2.0)
+    prices = Prices(ratios, {"here": TABLE}, verify=1.2)
+    rows = Sweep(trace, {text: parse_policy(text)}, prices, resamples=0).run(Local(1))
+    assert list(rows["c"][:2]) == list(ratios)
+    assert rows["rounds"].nunique() > 1
+    costs = [*(TextbookCost(draft=c, verify=1.2) for c in ratios), TableCost(TABLE)]
+    for (_, row), cost in zip(rows.iterrows(), costs, strict=True):
+        log = replay(trace, parse_policy(text, cost=cost))
+        assert row["rounds"] == len(log)
+        assert row["draft_forwards"] == log.rounds["draft_forwards"].sum()
+    [(_, chosen)] = load_policies([text], trace, latency=TABLE)
+    assert rows["rounds"].iloc[-1] == len(replay(trace, chosen))
+    kept = parse_policy(text, cost=(own := TextbookCost(draft=0.5)))
+    assert getattr(supplied(kept, cost=TableCost(TABLE)), "policy", kept).cost is own
+
+
+def test_policies_read_the_contexts_that_price_them() -> None:
+    text = "batch-table:table=[[1,64,0,299,1],[1,64,300,9999,4]]"
+    prices = Prices((), {"here": TABLE}, (100, 600))
+    rows = Sweep(recorded(), {text: parse_policy(text)}, prices, resamples=0).run(Local(1))
+    for (_, row), gamma in zip(rows.iterrows(), (1, 4), strict=True):
+        fixed = Sweep(recorded(), {"fixed": Fixed(gamma)}, prices, resamples=0).run(Local(1))
+        own = fixed[fixed["context"] == row["context"]].iloc[0]
+        assert row["speedup"] == pytest.approx(own["speedup"])
 
 
 @pytest.mark.invariant(10)
@@ -214,6 +244,11 @@ def test_fixed_lengths_in_batches_cost_the_closed_form(batch: int) -> None:
     single = priced_at(log, [0.1])[1][0]
     # All slots draft alike, but for the ends of outputs, so that a batch changes nothing.
     assert found.speedup_lo[0] - 0.05 < single < found.speedup_hi[0] + 0.05
+    # The value is of all prompts once: no draw of prompts changes it.
+    each = log.rounds["emitted"].mean() / 1.3
+    for seed in (1, 2):
+        again = InBatches(log, batch, resamples=2, seed=seed).at_ratios(np.array([0.1]), 1.0)
+        assert again.speedup[0] == pytest.approx(each, rel=1e-3)
 
 
 def test_ragged_drafts_pay_for_the_longest() -> None:

@@ -248,16 +248,15 @@ def runnable(
 ) -> dict[str, Any]:
     """Return the policies by their texts, no speculation first; ``all`` are those that can be run.
 
-    ``rate-optimal`` is fitted to the whole trace at the costs of `latency`.
-    Raises DraftsimError for a policy that cannot run or drafts more than `longest` tokens, for
-    ``rate-optimal`` without `latency`, as in the processes of a server, and for one that is given a
-    rate, since it would weigh textbook costs.
+    ``rate-optimal`` is fitted to the whole trace at the costs of `latency`
+    (`simulator.chosen.fitted_as_asked`).
+    Raises DraftsimError for a policy that cannot run or drafts more than `longest` tokens, and for
+    ``rate-optimal`` without `latency`, as in the processes of a server.
     """
     from policies.from_file import Cut, said_cut
     from profiler.engines.session import policy_from
-    from simulator.chosen import FITTED, every_policy, fitted
+    from simulator.chosen import FITTED, every_policy, fitted_as_asked, is_unfitted
     from simulator.serving.run import lookahead_of
-    from simulator.whatif.ranking import is_default, is_unfitted
 
     chosen: dict[str, Any] = {}
     recorded = trace.max_gamma or longest
@@ -277,11 +276,7 @@ def runnable(
                         f"{text} is fitted to a recording, which a server's processes do not have: "
                         "drop --http, or this policy"
                     )
-                if not is_default(made):
-                    raise DraftsimError(
-                        f"{text}: this command fits it, so only gamma_max can be set"
-                    )
-                made = fitted(trace, latency, made.gamma_max)
+                made = fitted_as_asked(text, made, trace, latency)
             chosen[text] = made
         except ValueError as reason:
             raise DraftsimError(str(reason)) from None

@@ -69,13 +69,15 @@ class SpotCheck(RealRuns):
     def __init__(
         self, given: Given, forced: bool = False, sampled: bool = False, assisted: bool = True
     ) -> None:
-        from simulator.chosen import load_policies, named, say_left_out
-        from simulator.whatif.ranking import fastest_for_real, is_unfitted, with_fastest
+        from simulator.chosen import is_unfitted, load_policies, named, say_left_out
+        from simulator.whatif.ranking import fastest_for_real, with_fastest
         from traces.replay.vectorised import replay_many
 
         super().__init__(given, sampled, forced)
         trace, latency, policy = self.trace, self.latency, given.policy
-        chosen = named(load_policies(policy or as_recorded(ARMS, trace), trace, say=note))
+        chosen = named(
+            load_policies(policy or as_recorded(ARMS, trace), trace, say=note, latency=latency)
+        )
         if not policy:
             lacking = {n: p for n, p in chosen if not trace.signals.issuperset(p.reads)}
             say_left_out(lacking, trace.signals, note)
@@ -264,7 +266,7 @@ class SourceRuns(RealRuns):
                 named = with_fastest(named, best, note)
             yield from ((n, drafting) for n in named if n[0] != PLAIN)
         elif texts:
-            with_model = load_policies(texts, trace, say=note)
+            with_model = load_policies(texts, trace, say=note, latency=self.latency)
             yield from ((c, None) for c in with_model if c[0] != PLAIN)
         for system in systems:
             own, one = load_system(system, trace, recordings)
@@ -337,10 +339,11 @@ class LossyRuns(RealRuns):
         if rule is None or rule.lossless:
             raise DraftsimError(f"--verify {verify} is lossless: leave it out, its replay is exact")
         texts = policy or as_recorded(LOSSY_ARMS, trace)
-        chosen = [c for c in load_policies(texts, trace, say=note) if c[0] != PLAIN]
+        loaded = load_policies(texts, trace, say=note, latency=self.latency)
+        chosen = [c for c in loaded if c[0] != PLAIN]
         if not policy:
             best = predicted_fastest(
-                self.latency, load_policies(None, trace), trace.max_gamma,
+                self.latency, load_policies(None, trace, latency=self.latency), trace.max_gamma,
                 lambda some: list(replay_many(trace, some, rule=rule)),
             )  # fmt: skip
             chosen = with_fastest(chosen, best, note)

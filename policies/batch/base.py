@@ -52,15 +52,18 @@ class TextbookCost:
 
     The defaults are ratios (a draft step costs a tenth of a target pass), which is all
     that an argmax of tokens per second needs; `per_token` adds a cost of each verified
-    token beyond the first.
+    token beyond the first, and `verify` is the cost of a pass that verifies drafts over one that
+    does not.
     """
 
     target: float = 1.0
     draft: float = 0.1
     per_token: float = 0.0
+    verify: float = 1.0
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
-        return self.draft * draft_length + self.target + self.per_token * (verify_tokens - 1)
+        target = self.target * (self.verify if verify_tokens > batch else 1.0)
+        return self.draft * draft_length + target + self.per_token * (verify_tokens - 1)
 
 
 class Planned(NamedTuple):
@@ -163,13 +166,31 @@ class KeptInStep(BatchPolicy):
     def planned(self) -> int:
         return self._verified
 
+    def passes_of(self, length: int) -> int:
+        """Return the draft passes of an iteration whose K is `length`."""
+        return max(length, 1) if self.in_step else length
+
     def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
         self._verified = self.plan(loads)
-        passes = max(self._verified, 1) if self.in_step else self._verified
-        return [passes] * len(requests)
+        return [self.passes_of(self._verified)] * len(requests)
 
     def allot(self, drafts: Sequence[Sequence[Any]]) -> Sequence[int]:
         return [min(len(draft), self._verified) for draft in drafts]
+
+
+def decides_together(policy: DraftPolicy | BatchPolicy) -> bool:
+    """Return True if the drafts of one sequence may decide on those of another.
+
+    So it is where a class asks all drafts in `BatchPolicy.keep_drafting` or `BatchPolicy.allot`.
+    A policy that wraps another is judged by the one inside.
+    """
+    inner = getattr(policy, "policy", None)
+    if isinstance(inner, DraftPolicy | BatchPolicy):
+        return decides_together(inner)
+    if not isinstance(policy, BatchPolicy):
+        return False
+    own, one = type(policy), (BatchPolicy.allot, KeptInStep.allot)
+    return own.keep_drafting is not BatchPolicy.keep_drafting or own.allot not in one
 
 
 class SingleStream(DraftPolicy):

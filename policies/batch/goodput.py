@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, get_args
 
-from policies.batch.base import BatchPolicy, IterationCost, KeptInStep, TextbookCost
+from policies.batch.base import IterationCost, KeptInStep, TextbookCost
 from policies.batch.confidence import CONTEXT_BUCKET
 from policies.batch.tables import SwitchedOff
 from policies.core import Load, Round
@@ -18,7 +18,7 @@ from policies.spec import flag, one_of, parameter, whole, within
 Variant = Literal["dsd", "batch-dsd"]
 
 
-class _CostByLength(BatchPolicy):
+class _CostByLength(KeptInStep):
     """Shared by the policies here: seconds of an iteration for every draft length."""
 
     gamma_max: int
@@ -36,13 +36,14 @@ class _CostByLength(BatchPolicy):
         if key not in self._costs:
             cost, middle = self.cost or TextbookCost(), (key[1] + 0.5) * CONTEXT_BUCKET
             self._costs[key] = [
-                cost(batch, k, batch * (k + 1), middle) for k in range(self.gamma_max + 1)
+                cost(batch, self.passes_of(k), batch * (k + 1), middle)
+                for k in range(self.gamma_max + 1)
             ]
         return self._costs[key]
 
 
 @dataclass(eq=False)
-class Goodput(KeptInStep, _CostByLength):
+class Goodput(_CostByLength):
     """K maximising (1 + sum of r_i, i <= K) / ITL(B, K), r_i measured per position.
 
     vLLM ``DynamicSpeculativeDecodingManager`` (one stored version, a pull request's).  During
@@ -62,7 +63,8 @@ class Goodput(KeptInStep, _CostByLength):
     cost:
         Seconds of an iteration (`policies.batch.base.IterationCost`), the ITL above.
     in_step:
-        True if the draft model reads along at K = 0, as vLLM's does (`KeptInStep`).
+        True if the draft model reads along at K = 0, as vLLM's does (`KeptInStep`).  The ITL at
+        K = 0 then has that draft pass.
     """
 
     gamma_max: int = parameter(8, whole, 1)

@@ -197,6 +197,10 @@ class SwitchedOff(KeptInStep):
         super().draft_up_to(longest)
         self._off: set[Hashable] = set()
 
+    def passes_of(self, length: int) -> int:
+        # A step that plans no drafts skips the draft model.
+        return length
+
     def resting(self, queue: int) -> bool:
         """Return True if nothing is drafted at this many requests, whatever `plan` says."""
         return False

@@ -127,11 +127,11 @@ class UCBSpec(_Bandit):
         return mean + spread / 2 * math.sqrt((1 + n) / (n * n) * inner)
 
     def vectorised(self, batch: int) -> VectorisedPlan | None:
-        if not isinstance(self._cost, TextbookCost):
+        blind = self.variant == "ucb_paper"
+        if not (blind or isinstance(self._cost, TextbookCost)):
             return None  # it may ask for the context, which no state knows
         lengths, arms = list(self.gammas), len(self.gammas)
         drafts = range(max(lengths) + 1)
-        blind = self.variant == "ucb_paper"
         scalars: Any = (
             lengths, arms, self._arm, self._pulls, self._rewards,
             [1.0 if blind else self._cost(1, n, n + 1, 0) for n in drafts], self._spread(),

@@ -36,8 +36,9 @@ class SpecVerification(TokenRule):
     tau:
         Largest gap to the best token's logit, which is also the gap in log-probability.
 
-    The released code defaults to ``beta=1, tau=0``, which is `ExactMatch`; the defaults
-    here are those of its published script.
+    The released code defaults to ``beta=1, tau=0``, which is `ExactMatch`, except that a token tied
+    with the best, as bfloat16 logits often are, is accepted too.  The defaults here are those of
+    its published script.
     """
 
     needs = ("top1", "draft_logit", "draft_rank")
@@ -217,7 +218,8 @@ class Lenience(TokenRule):
     ----------
     factor:
         l of the paper, in (0, 1]; 1 is lossless, and smaller accepts more.  The default
-        is ours.
+        is ours.  In ``greedy`` mode 1 also accepts tokens tied with the best, as bfloat16 logits
+        often are.
     mode:
         ``greedy``: accept ``p(d) >= l * p(best)`` (this form is ours; the paper states
         the sampled one).  ``sample``: accept with probability ``min(1, p(d) / (l q(d)))``,

@@ -10,6 +10,7 @@ Arrivals, admission and prefill are left to `simulator.serving`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ from simulator.ratios import RatioCosts
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
+
+FEWEST_STEPS = 200
 
 
 class BatchSteps(NamedTuple):
@@ -65,8 +68,13 @@ class BatchSteps(NamedTuple):
     """Index of the request that each slot runs, shape (steps, batch)."""
 
 
-def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> BatchSteps:
+def in_steps(
+    log: RoundLog, batch: int, rngs: Sequence[np.random.Generator], whole: bool = False
+) -> BatchSteps:
     """Return steps of `batch` slots, a sample per generator, which draws requests with replacement.
+
+    ``whole``: the first has every request, and its slots together run each round equally often, up
+    to fewer than `batch` rounds.
 
     Raises DraftsimError if ``batch < 1`` or the log has no rounds.
     """
@@ -77,22 +85,30 @@ def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> 
     bounds = np.searchsorted(log.rounds["request"], np.arange(len(log.requests) + 1))
     context = log.context
     # One sample at a time: of long recordings, the rounds of all would take too much memory.
-    samples = [_summed(log, context, _dealt(bounds, batch, rng)) for rng in rngs]
+    samples = [
+        _summed(log, context, _dealt(bounds, batch, rng, whole and not i))
+        for i, rng in enumerate(rngs)
+    ]
     counts = [len(emitted) for emitted, *_ in samples]
     columns = (np.concatenate(column) for column in zip(*samples, strict=True))
     return BatchSteps._make([batch, log, np.cumsum(counts) - counts, *columns])
 
 
-def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
+def _dealt(bounds: Ints, batch: int, rng: np.random.Generator, whole: bool = False) -> Ints:
     """Return rounds dealt to slots, shape (steps, batch); request i has those from bounds[i]."""
     counts = np.diff(bounds)
     usable = np.flatnonzero(counts)
     # A bootstrap sample of prompts serves all slots, each in its own order.
-    drawn = rng.choice(usable, len(usable))
+    drawn = rng.permutation(usable) if whole else rng.choice(usable, len(usable))
     total = int(counts[drawn].sum())
-    steps = min(total, max(200, total // batch))
     # Slots begin in the midst of a request: else all would begin together.
-    slots = [(rng.permutation(drawn), int(rng.integers(total))) for _ in range(batch)]
+    if whole:
+        times = min(batch, math.ceil(FEWEST_STEPS * batch / total))
+        steps = math.ceil(times * total / batch)
+        slots = [(drawn, slot * total // batch) for slot in range(batch)]
+    else:
+        steps = min(total, max(FEWEST_STEPS, total // batch))
+        slots = [(rng.permutation(drawn), int(rng.integers(total))) for _ in range(batch)]
     order = np.concatenate([own for own, _ in slots])
     # The slots' rounds are counted on, so that one search finds the request that each one runs.
     ends = np.cumsum(counts[order])
@@ -161,14 +177,14 @@ the mean of its steps, shape (prices, prompts); and the share of passes outside 
 
 
 class Samples:
-    """Bootstrap samples, `count` of them, of a log's prompts in batches of one size.
+    """All of a log's prompts, then bootstrap samples, `count` in all, in batches of one size.
 
     With one `seed`, logs of the same requests draw the same prompts in the same order.
     """
 
     def __init__(self, log: RoundLog, batch: int, count: int, seed: int) -> None:
         rngs = [np.random.default_rng([seed, i]) for i in range(count)]
-        self.steps = in_steps(log, batch, rngs)
+        self.steps = in_steps(log, batch, rngs, whole=True)
         self._emitted = np.add.reduceat(self.steps.emitted, self.steps.starts)
         self._rounds = log.per_request(np.ones(len(log)))
         prompts = len(self._rounds)
@@ -214,8 +230,8 @@ class Samples:
 class InBatches:
     """A log in batches of one size, resampled: prices any table or cost ratio.
 
-    `resamples` come in addition to one sample for the value.  ``plain`` is that of another log of
-    the same requests, with as many resamples.
+    `resamples` come in addition to all prompts once, which give the value.  ``plain`` is that of
+    another log of the same requests, with as many resamples.
     """
 
     def __init__(
@@ -240,13 +256,13 @@ class InBatches:
     def _compared(self, ours: Taken, plain: Taken) -> Speedups:
         (each, prompt, outside), (plain_each, plain_prompt, plain_outside) = ours, plain
         ratios = plain_each / each
-        value = ratios.mean(axis=0)
+        value = ratios[0]
         low = high = np.full_like(value, np.nan)
         if len(ratios) > 2 and self._prompts > 1:
-            low, high = intervals(ratios)
+            low, high = intervals(ratios[1:])
         slower = prompt > plain_prompt * (1 + 1e-12)
         drawn = self._own.drawn & self.plain.drawn
         return Speedups(
-            self._tokens * each.mean(axis=0), value, low, high, slower[:, drawn].mean(axis=1),
+            self._tokens * each[0], value, low, high, slower[:, drawn].mean(axis=1),
             np.full(len(value), max(outside, plain_outside)),
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """One part of a sweep: some policies at one acceptance rate and batch, at every price.
 
 `SweepRunner` replays a `SweepPart` once and prices its rounds at all cost ratios, latency tables,
-contexts and GPUs of `Prices`.  A batch whose KV cache exceeds the memory of its GPU has no price.
+contexts and GPUs of `Prices`.  A policy that weighs costs, or reads contexts where these are swept,
+is replayed for each of them.  A batch whose KV cache exceeds the memory of its GPU has no price.
 Only composed tables say which GPU and models they are of.  A sequence is taken to hold its whole
 prompt and output, at their means over the recording's requests.
 """
@@ -9,24 +10,27 @@ prompt and output, at their means over the recording's requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from policies.arrays import Floats
+from policies.batch.base import IterationCost, TextbookCost
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed, Oracle
+from policies.registry import lacks, supplied
 from simulator.bootstrap import intervals, resamples
 from simulator.hardware.roofline import WeightFormat
 from simulator.hardware.scaling import bounds_of, carry_over, home_device
 from simulator.pricing import autoregressive, price
 from simulator.ratios import ratio_costs
+from simulator.serving.cost import TableCost
 from simulator.summary import totals
 from simulator.tune.costs import longest_draft
 from simulator.whatif.batching import InBatches, Speedups
@@ -40,6 +44,8 @@ from traces.operators.devices import find_device
 from traces.replay.calls import always_drafted, passes_always
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
+
+Recorded = TypeVar("Recorded", RoundLog, Trace)
 
 POINT = ("alpha_asked", "alpha", "source", "c", "latency", "gpu", "batch", "context")
 """Columns that name one point of a sweep, the policies apart."""
@@ -122,11 +128,8 @@ class SweepRunner:
         blocks: list[dict[str, Any]] = []
         plain: Any = None
         alpha = acceptance(trace)
-        logs = replay_many(
-            trace, {name: self.policies[name] for name in part.policies}, batch=part.batch,
-            leave_out=lambda n, _: n in self.references,
-        )  # fmt: skip
-        for log in (always_drafted(one, self.prices.passes_always) for one in logs):
+        for replayed, prices in self._replayed(trace, part):
+            log = always_drafted(replayed, self.prices.passes_always)
             name = log.policy
             if not len(log):
                 raise DraftsimError("the outputs are too short for a round: record longer ones")
@@ -140,23 +143,54 @@ class SweepRunner:
                 "source": source, "batch": part.batch, **totals(log.rounds),
                 "fidelity": log.fidelity,
             }  # fmt: skip
-            repeated = {k: np.repeat(np.array(v), self.prices.count) for k, v in fixed.items()}
+            repeated = {k: np.repeat(np.array(v), prices.rows) for k, v in fixed.items()}
             streams: _Singles | InBatches = (
                 _Singles(log, self._weights, plain) if part.batch == 1
                 else InBatches(log, part.batch, min(self.resamples, 30), self.seed, plain)
             )  # fmt: skip
             plain = streams.plain
-            blocks.append({**repeated, **self._priced(streams), **self._labels()})
+            blocks.append({**repeated, **self._priced(streams, prices), **prices.labels})
         return {k: np.concatenate([b[k] for b in blocks]) for k in blocks[0]}
 
-    def _priced(self, streams: _Singles | InBatches) -> dict[str, npt.NDArray[Any]]:
+    def _replayed(self, trace: Trace, part: SweepPart) -> Iterator[tuple[RoundLog, _Priced]]:
+        """Yield logs of the policies in turn, each with the prices that its rounds are decided at.
+
+        A reference that the recording does not reach is left out.
+        """
         prices = self.prices
+        every = _Priced(tuple(prices.ratios), tuple(product(prices.contexts, prices.tables)))
+        own = {name: self.policies[name] for name in part.policies}
+        alike = {name: policy for name, policy in own.items() if every.decide_alike(policy)}
+        logs = replay_many(
+            trace, alike, batch=part.batch, leave_out=lambda n, _: n in self.references
+        )
+        found = {log.policy: log for log in logs}
+        contexts = prices.contexts if len(alike) < len(own) else ()
+        traces = {context: _at_context(trace, context) for context in contexts}
+        for name, policy in own.items():
+            if name in alike:
+                if name in found:
+                    yield found[name], every
+                continue
+            for c in every.ratios:
+                cost: IterationCost = TextbookCost(draft=c, verify=prices.verify)
+                [log] = replay_many(trace, {name: supplied(policy, cost=cost)}, batch=part.batch)
+                yield log, _Priced((c,))
+            for context, table in every.cells:
+                told = supplied(policy, cost=TableCost(table.table))
+                [log] = replay_many(traces[context], {name: told}, batch=part.batch)
+                # Prices replace the context themselves.
+                yield replace(log, requests=trace.requests), _Priced(cells=((context, table),))
+
+    def _priced(
+        self, streams: _Singles | InBatches, prices: _Priced
+    ) -> dict[str, npt.NDArray[Any]]:
         found: list[dict[str, Any]] = []
         if len(prices.ratios):
             c = np.asarray(prices.ratios, dtype=np.float64)
             none = dict.fromkeys(CARRIED, np.full(len(c), np.nan))
-            found.append({"c": c, **streams.at_ratios(c, prices.verify)._asdict(), **none})
-        for context, at in product(prices.contexts, prices.tables):
+            found.append({"c": c, **streams.at_ratios(c, self.prices.verify)._asdict(), **none})
+        for context, at in prices.cells:
             own = streams.at_latency(at.table, context)
             ends = sorted(
                 streams.at_latency(table, context).speedup[0]
@@ -166,16 +200,6 @@ class SweepRunner:
             found.append({"c": np.array([np.nan]), **own._asdict(), **carried})
         return {k: np.concatenate([p[k] for p in found]) for k in found[0]}
 
-    def _labels(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the labels that tell the prices of one log apart, shape (prices,)."""
-        prices = self.prices
-        rows = [("ratio", ANY, False, 0.0, 0.0, np.nan)] * len(prices.ratios)
-        for context, at in product(prices.contexts, prices.tables):
-            rows.append((*at[:-1], np.nan if context is None else float(context)))
-        names = ("latency", "gpu", "scaled", "scale_error", "fit_error", "context")
-        columns = zip(*rows, strict=True)
-        return {name: np.array(column) for name, column in zip(names, columns, strict=True)}
-
     @cached_property
     def _weights(self) -> Floats | None:
         """Return how often each prompt is drawn, shape (resamples, prompts); None: no interval."""
@@ -183,6 +207,33 @@ class SweepRunner:
         if not self.resamples or prompts < 2:
             return None
         return resamples(prompts, self.resamples, self.seed)
+
+
+class _Priced(NamedTuple):
+    """Some of the prices of a sweep."""
+
+    ratios: tuple[float, ...] = ()
+    cells: tuple[tuple[int | None, DeviceTable], ...] = ()
+    """Contexts with tables."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.ratios) + len(self.cells)
+
+    def decide_alike(self, policy: DraftPolicy) -> bool:
+        """Return True if the rounds of `policy` are the same at all of these prices."""
+        contexts = {context for context, _ in self.cells} - {None}
+        return not (lacks(policy, "cost") or (contexts and policy.decides_by_load()))
+
+    @property
+    def labels(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the labels that tell the prices of one log apart, shape (prices,)."""
+        rows = [("ratio", ANY, False, 0.0, 0.0, np.nan)] * len(self.ratios)
+        for context, at in self.cells:
+            rows.append((*at[:-1], np.nan if context is None else float(context)))
+        names = ("latency", "gpu", "scaled", "scale_error", "fit_error", "context")
+        columns = zip(*rows, strict=True)
+        return {name: np.array(column) for name, column in zip(names, columns, strict=True)}
 
 
 class _Singles:
@@ -232,10 +283,12 @@ class _Singles:
         )  # fmt: skip
 
 
-def _at_context(log: RoundLog, context: int) -> RoundLog:
-    """Return the rounds as if every prompt had `context` tokens."""
-    requests = [replace(r, prompt_length=context, prompt_ids=None) for r in log.requests]
-    return replace(log, requests=requests)
+def _at_context(recorded: Recorded, context: int | None) -> Recorded:
+    """Return a log or a trace as if every prompt had `context` tokens; None: as recorded."""
+    if context is None:
+        return recorded
+    requests = [replace(r, prompt_length=context, prompt_ids=None) for r in recorded.requests]
+    return replace(recorded, requests=requests)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
 from policies.registry import parse_policy, policy_names
 from simulator.pricing import Priced, autoregressive, price
+from simulator.serving.cost import TableCost
 from simulator.summary import price_all, summarize_runs
 from simulator.whatif.rate import fit_rate_optimal
 from traces.acceptance.trace import Trace
@@ -58,7 +59,8 @@ def ladder(
 ) -> pd.DataFrame:
     """Return one row per policy over the held-out prompts, by rising speedup.
 
-    No speculation has one row, also where it is the best fixed length or among `policies`.
+    No speculation has one row, also where it is the best fixed length or among `policies`; so has
+    the oracle.
 
     Columns: ``rung`` (``autoregressive``, ``best-fixed``, ``policy``, ``rate-optimal``,
     ``oracle``), ``policy``, ``speedup``, ``speedup_lo``, ``speedup_hi``, ``share`` of the
@@ -79,13 +81,17 @@ def ladder(
     gamma = best_fixed(learned, latency)
     progress("fitting the rate-optimal rule")
     fit = fit_rate_optimal(learned, latency)
+    bound = Oracle(gamma_max=trace.max_gamma)
     rungs: dict[str, tuple[str, DraftPolicy]] = {
         f"fixed:gamma={gamma}": ("best-fixed" if gamma else "autoregressive", Fixed(gamma))
     }
-    for name, policy in (policies if policies is not None else paper_policies(trace)).items():
-        rungs.setdefault(name, ("policy", policy))
+    for name, policy in (
+        policies if policies is not None else paper_policies(trace, latency)
+    ).items():
+        if not (isinstance(policy, Oracle) and vars(policy) == vars(bound)):
+            rungs.setdefault(name, ("policy", policy))
     rungs["rate-optimal"] = ("rate-optimal", fit.policy)
-    rungs["oracle"] = ("oracle", Oracle(gamma_max=trace.max_gamma))
+    rungs["oracle"] = ("oracle", bound)
     progress("replaying policies")
     logs = list(replay_many(tested, {name: policy for name, (_, policy) in rungs.items()}))
     progress("pricing policies")
@@ -127,11 +133,15 @@ def best_fixed(trace: Trace, latency: LatencyTable, gammas: Sequence[int] = GAMM
     return min(sorted(seconds), key=lambda g: seconds[g])
 
 
-def paper_policies(trace: Trace) -> dict[str, DraftPolicy]:
-    """Return every single-stream policy with its defaults whose signals the trace holds."""
+def paper_policies(trace: Trace, latency: LatencyTable) -> dict[str, DraftPolicy]:
+    """Return every single-stream policy with its defaults whose signals the trace holds.
+
+    Those that weigh costs get the costs of `latency`.
+    """
     skipped = ("autoregressive", "fixed", "oracle", "rate-optimal")
+    cost = TableCost(latency)
     chosen = {
-        name: parse_policy(name, max_gamma=trace.max_gamma)
+        name: parse_policy(name, max_gamma=trace.max_gamma, cost=cost)
         for name in policy_names("single") if name not in skipped
     }  # fmt: skip
     return {name: p for name, p in chosen.items() if can_replay(trace, p)}

@@ -5,19 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
-from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
-from policies.spec import parameters
 from simulator import summary
-from simulator.chosen import Named, Say, load_policies, named, say_left_out, silent
+from simulator.chosen import (
+    Named,
+    Say,
+    is_default,
+    is_unfitted,
+    load_policies,
+    named,
+    say_left_out,
+    silent,
+)
 from simulator.pricing import Priced, price
 from simulator.whatif.ladder import GAMMAS, split_prompts
 from simulator.whatif.rate import Estimates, RateFit, fit_rate_optimal
@@ -39,6 +46,8 @@ BEST_FIXED = "best fixed"
 FITTED = "fitted on other prompts"
 UNFITTED = "unfitted"
 """Said of a rate-optimal rule with the estimates and the rate it comes with."""
+TEXTBOOK = "weighs a draft pass as a tenth of a target pass"
+"""Said of a policy that weighs costs, where those of its source have no such form."""
 FEWEST_PROMPTS = 4
 """Prompts from which a rule is fitted to one half and judged on the other."""
 LOSSLESS = ("exact", "rejection-sampling")
@@ -159,7 +168,8 @@ def rank(
     and every row says so.
     """
     lacking: dict[str, DraftPolicy] = {}
-    chosen = without_plain(named(load_policies(texts, trace, say=say, lacking=lacking)))
+    loaded = load_policies(texts, trace, say=say, lacking=lacking, latency=latency)
+    chosen = without_plain(named(loaded))
     if trace.is_lower_bound:
         say_left_out(lacking, trace.signals, say)
         # The best of bounds is not the best: least wrong is the policy that made the log.
@@ -254,7 +264,7 @@ def fastest_for_real(trace: Trace, latency: LatencyTable) -> Fastest:
     Where that is the rate-optimal rule, it is fitted to all prompts.
     """
     best = predicted_fastest(
-        latency, load_policies(None, trace), trace.max_gamma,
+        latency, load_policies(None, trace, latency=latency), trace.max_gamma,
         lambda some: list(replay_many(trace, some)),
     )  # fmt: skip
     rule = cross_fitted_rule(trace, latency)
@@ -274,19 +284,6 @@ def with_fastest(chosen: Named, best: Fastest, say: Say) -> Named:
 def without_plain(chosen: Named) -> Named:
     """Return the policies without plain decoding, the first row of every summary already."""
     return [c for c in chosen if c[0] != "autoregressive"] or chosen
-
-
-def is_unfitted(policy: object) -> bool:
-    """Return True if this is the rate-optimal rule, and nothing is fitted to a recording."""
-    return isinstance(policy, RateOptimal) and policy.cost is None
-
-
-def is_default(policy: object) -> TypeGuard[RateOptimal]:
-    """Return True if this is the rate-optimal rule with its defaults, except its longest draft."""
-    if not isinstance(policy, RateOptimal):
-        return False
-    settings = {k: p.default for k, p in parameters(RateOptimal).items() if k != "gamma_max"}
-    return all(getattr(policy, key) == value for key, value in settings.items())
 
 
 def ranked_rows(

@@ -2,7 +2,8 @@
 
 A sweep is cut into parts (`simulator.whatif.cells.SweepPart`): policies that share an
 acceptance rate and a batch, and hence a trace.  A part is replayed once and priced at
-every cost ratio, latency table and context, which costs next to nothing in comparison.
+every cost ratio, latency table and context, which costs next to nothing in comparison.  Only
+policies that decide by these are replayed for each.
 Parts are kept as files as they finish; the same sweep begun again computes only what is
 missing.
 
@@ -28,6 +29,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from policies.batch.base import decides_together
 from policies.core import DraftPolicy
 from policies.from_file import identity, is_file, load_file, split_name
 from policies.registry import POLICIES
@@ -55,7 +57,7 @@ from traces.store.writing import only_writer, write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of a sweep's file and of its parts."""
 POLICIES_A_PART = 24
 Progress = Callable[[int, int], None]
@@ -71,7 +73,8 @@ _STEPS = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?$")
 class Sweep:
     """A grid of policies, acceptance rates, batches and prices over one recording.
 
-    Raises DraftsimError if an axis is empty or impossible, or the trace cannot be tilted.
+    Raises DraftsimError if an axis is empty or impossible, the trace cannot be tilted, or a policy
+    decides for the whole batch and a batch is larger than 1.
 
     Parameters
     ----------
@@ -120,6 +123,11 @@ class Sweep:
                 raise DraftsimError(f"alpha is {alpha:g}, expected strictly between 0 and 1")
         for name, policy in policies.items():
             trace.check_reads(policy.reads, f"policy {name}")
+            if max(batches) > 1 and decides_together(policy):
+                raise DraftsimError(
+                    f"policy {name} decides for the whole batch, and a sweep replays one request "
+                    "at a time: use `draftsim serve --batch`"
+                )
         self.alphas = tuple(alphas)
         self.batches = tuple(batches)
         self.method = method

@@ -48,11 +48,12 @@ def tune(
 
     if not space or any(len(values) == 0 for values in space.values()):
         raise DraftsimError("the space to search is empty: give every parameter some values")
-    candidates = [_make(policy, {}, trace)]
+    candidates = [_make(policy, {}, trace, latency)]
     refused = ""
     for values in product(*space.values()):
         try:
-            candidates.append(_make(policy, dict(zip(space, values, strict=True)), trace))
+            setting = dict(zip(space, values, strict=True))
+            candidates.append(_make(policy, setting, trace, latency))
         except DraftsimError as error:
             refused = str(error)
     if len(candidates) == 1:
@@ -105,11 +106,14 @@ def tuned_rows(
     return rows
 
 
-def _make(policy: str, setting: Mapping[str, Any], trace: Trace) -> DraftPolicy:
+def _make(
+    policy: str, setting: Mapping[str, Any], trace: Trace, latency: LatencyTable
+) -> DraftPolicy:
     given = ",".join(f"{name}={as_text(value)}" for name, value in setting.items())
     name, known = split_name(policy)
     known = ",".join(part for part in (known, given) if part)
-    [(_, made)] = load_policies([f"{name}:{known}" if known else name], trace)
+    text = f"{name}:{known}" if known else name
+    [(_, made)] = load_policies([text], trace, latency=latency)
     return made
 
 

@@ -74,6 +74,7 @@ class RoundLog:
     @property
     def is_plain(self) -> bool:
         """True for plain decoding, of an engine without a drafter."""
+        # A replay tells by its source, a real run by the name it was recorded under.
         return self.source == "none" or self.policy in (PLAIN, "fixed:gamma=0")
 
     @property

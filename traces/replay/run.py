@@ -14,7 +14,7 @@ from policies.registry import describe
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from traces.acceptance.trace import Trace
-from traces.errors import SignalError
+from traces.errors import SignalError, TailError
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.rounds import Fidelity, RoundLog
 from traces.replay.ruled import RuleReplayDecoder, prepared_rule
@@ -77,8 +77,12 @@ def replay(
             mismatched.extend(decoder.mismatched)
             departed |= decoder.departed
 
-    rounds = RoundLog.pack(decode())
-    log = recorded_log(trace, rounds, name or describe(policy), policy.reads, first)
+    name = name or describe(policy)
+    try:
+        rounds = RoundLog.pack(decode())
+    except TailError as error:
+        raise TailError(f"{name}: {error}") from None
+    log = recorded_log(trace, rounds, name, policy, first)
     return log if rule is None else ruled_log(log, rule, own_rule, mismatched, departed)
 
 
@@ -94,14 +98,20 @@ def ruled_log(
 
 
 def recorded_log(
-    trace: Trace, rounds: npt.NDArray[Any], name: str, reads: tuple[str, ...], first: int
+    trace: Trace, rounds: npt.NDArray[Any], name: str, policy: DraftPolicy, first: int
 ) -> RoundLog:
-    """Return a log of `rounds` along the recorded output, verified losslessly."""
+    """Return a log of `rounds` under `policy` along the recorded output, verified losslessly."""
     return RoundLog(
-        rounds, trace.requests, name, source=trace.source, drafter=trace.drafter,
-        verify="rejection-sampling" if trace.temperature > 0 else "exact",
-        fidelity=fidelity_of(trace), reads=reads, first=first, takes_verified=trace.takes_verified,
+        rounds, trace.requests, name, source=source_under(policy, trace.source),
+        drafter=trace.drafter, verify="rejection-sampling" if trace.temperature > 0 else "exact",
+        fidelity=fidelity_of(trace), reads=policy.reads, first=first,
+        takes_verified=trace.takes_verified,
     )  # fmt: skip
+
+
+def source_under(policy: DraftPolicy, source: str) -> str:
+    """Return the source of a log under `policy`: ``none`` if it never drafts, else `source`."""
+    return "none" if policy.longest_draft() == 0 else source
 
 
 def own_policy(trace: Trace, policy: P) -> P:

@@ -62,7 +62,7 @@ def replay_many(
         )
         for (name, policy), rounds in zip_longest(some, found):
             if rounds is not None:
-                log = recorded_log(trace, rounds, name, policy.reads, first)
+                log = recorded_log(trace, rounds, name, policy, first)
                 yield log if rule is None else ruled_log(log, rule, None, (), False)
                 continue
             try:
@@ -119,7 +119,7 @@ def _judged(
     if judged is None:
         return None
     rounds, mismatched, departed = judged
-    log = recorded_log(trace, rounds, name, policy.reads, lockstep.first)
+    log = recorded_log(trace, rounds, name, policy, lockstep.first)
     return ruled_log(log, rule, own, mismatched, departed)
 
 

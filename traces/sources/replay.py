@@ -17,7 +17,7 @@ from traces.latency.table import LatencyTable
 from traces.replay.calls import LAYER, Call, Counted, pack_calls, pack_counted
 from traces.replay.rounds import RoundLog
 from traces.replay.ruled import prepared_rule
-from traces.replay.run import own_policy, text_fidelity
+from traces.replay.run import own_policy, source_under, text_fidelity
 from traces.replay.vectorised import replay_many
 from traces.sources.base import ReplayedRounds, Source, SourceReplay
 from traces.sources.recording import Recordings
@@ -72,7 +72,7 @@ def replay_source(
     )  # fmt: skip
     return RoundLog(
         rounds, [trace.requests[i] for i in chosen], name or describe(policy),
-        source=source.label(recordings), verify=lossless,
+        source=source_under(policy, source.label(recordings)), verify=lossless,
         fidelity=text_fidelity(trace) if source.fidelity == "exact" else source.fidelity,
         reads=policy.reads, first=first,
         calls=None if by_passes else calls,

@@ -245,6 +245,7 @@ class Parallel(OnFeatures, StartSource):
             raise ValueError("concentration belongs to acceptance=[...]: give that too")
         if self.acceptance is not None:
             _check(self.acceptance, self.model, self.k)
+            vars(self)["fidelity"] = "approximate"  # its drafts are drawn
         if self.concentration is not None and not 0 < self.concentration < np.inf:
             raise ValueError(f"concentration is {self.concentration}, expected > 0 or none")
 

@@ -109,6 +109,8 @@ class StartSource(Source):
             "drafts": self.label(recordings), "drafter": model_of(self, recordings),
             "takes_verified": self.takes_verified, "drafts_end": self.drafts_end,
         }  # fmt: skip
+        if self.fidelity != "exact":
+            meta["fidelity"] = self.fidelity
         # A draft that ended with EOS holds nothing more; one that never was holds its blanks.
         return laid_out(trace, drafted, (drafted >= 0) | (drafted[:, :1] < 0), signals, meta)
 
