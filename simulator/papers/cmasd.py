@@ -15,6 +15,7 @@ from simulator.papers.ours import (
 )
 from simulator.published import CMASD_3, CMASD_5
 from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, serve
+from simulator.serving.scenario import FILLS
 from simulator.summary import degenerate
 from traces.errors import DraftsimError
 from traces.sources.methods import (
@@ -162,7 +163,7 @@ def batch_rows(ours: Ours) -> list[Row]:
         policy, rule = build(chosen, ours.trace)
         how = "exact replay" if rule.lossless else REPLAYED
         for batch in batches:
-            requests = max(len(ours.trace.requests), 4 * batch)
+            requests = max(len(ours.trace.requests), FILLS * batch)
             base = Scenario(ClosedLoop(batch), Limits(max_batch=batch), requests=requests)
             [scenario] = over_batches(base, [batch])
             [row] = serve(ours.trace, ours.latency, {name: policy}, scenario, rule=rule).rows()

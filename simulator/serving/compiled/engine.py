@@ -104,8 +104,11 @@ class CompiledServing:
 
     @property
     def skip(self) -> int:
-        """Requests that statistics leave out."""
-        return int(self.scenario.warmup * self.expected)
+        """Requests that statistics leave out: the warm-up, and those that fill a closed loop."""
+        warmup, clients = self.scenario.warmup, self.scenario.arrivals.concurrency or 0
+        # The first of all clients come at once, and the second still in bunches.
+        filling = min(2 * clients, self.expected // 2)
+        return max(int(warmup * self.expected), filling) if warmup else 0
 
     @property
     def marked(self) -> tuple[int, int]:
