@@ -28,7 +28,7 @@ from simulator.serving.cost import Chunk, Seconds
 from simulator.serving.outcome.metrics import CutOff, RunRecorder, joined_recorders
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.overlap import Dsi, Overlapped, Pearl
+from simulator.serving.overlap import Devices, Dsi, Overlapped, Pearl
 from simulator.serving.routers import Idle
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Iteration, Scheduler
@@ -282,7 +282,9 @@ class Serving(CompiledServing):
         timeline = self.timeline if number == 0 else None
         shared = env, source, trace, self.cost(), recorder, timeline, self.lookahead
         if scenario.one_stream and isinstance(policy, DraftPolicy):
-            return OVERLAPPED[scenario.mode](*shared, policy, scenario.devices)
+            # Nothing runs next to a target that decodes plainly, so nothing slows it.
+            devices = scenario.devices if self.lookahead else Devices()
+            return OVERLAPPED[scenario.mode](*shared, policy, devices)
         style = SYNCHRONISED.get(scenario.mode, "ragged")
         return EventEngine(
             *shared, self.scheduler(),

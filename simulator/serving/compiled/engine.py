@@ -130,7 +130,7 @@ class CompiledServing:
     def cost(self) -> EngineCost:
         """Return the prices of an engine."""
         scenario = self.scenario
-        speculates = scenario.one_stream or self.lookahead > 0 or scenario.drafter_loaded
+        speculates = self.lookahead > 0 or scenario.drafter_loaded
         reads = bool(self.policy.reads)
         return EngineCost(
             self.latency, reads, speculates, scenario.passes, self.trace.takes_verified
