@@ -166,6 +166,10 @@ class PassReader:
         # By origin: passes, least and largest batch, width and context.
         self._seen = [[0.0, *[inf, -inf] * 3] for _ in ORIGINS]
 
+    def covers(self, batch: float, new_tokens: float) -> bool:
+        """Return True if such passes lie within the measured ones."""
+        return self._grid.covers(batch, new_tokens)
+
     def __call__(self, batch: float, new_tokens: float, context: float) -> float:
         """Return seconds of one pass over `batch` sequences of `new_tokens` after `context`
         tokens.
@@ -336,8 +340,10 @@ class EngineCost:
 
     A prompt processed whole is priced by the prefill cells at its own length, because attention
     grows with the square of it.  Several such prompts in a pass get the discount that prompts of
-    their mean length get together.  Chunks are priced by the forward cells at their mean width and
-    context.  A model without prefill cells reads prompts at no cost.
+    their mean length get together.  A chunk takes what its prompt takes up to its end less what it
+    takes up to its beginning, and no less than its tokens alone or a decoding pass after that
+    context.  Where the forward cells hold passes as wide as the chunks, these are read at the mean
+    width and context instead.  A model without prefill cells reads prompts at no cost.
 
     Prompts in a pass that decodes are no part of its mean width (`MixedPasses`).  In such a pass
     sequences decode with another kernel, where the table has its cells (``with_prompts``).  A table
@@ -452,17 +458,33 @@ class EngineCost:
         lengths = [c.tokens for c in chunks]
         count, mean = len(lengths), sum(lengths) / len(lengths)
         cached = sum([c.slot.prefilled for c in chunks])
-        if cached or any(c.slot.prefill_left != c.tokens for c in chunks):
+        cut = cached or any(c.slot.prefill_left != c.tokens for c in chunks)
+        if cut and forward.covers(count, mean):
             return forward(count, mean, cached / count)
+        if count == 1:
+            return self._chunk_seconds(prefill, forward, mean, cached)
         # Beyond the longest that were measured together, prompts share as much as those.
         alike = min(mean, self._longest[model])
         together_s = prefill(count, alike, 0.0)
-        if all(length == alike for length in lengths):
+        if not cached and all(length == alike for length in lengths):
             return together_s
         if not together_s:  # a drafter without a model of its own
             return 0.0
-        alone_s = sum([prefill(1, length, 0.0) for length in lengths])
+        alone_s = sum(
+            [self._chunk_seconds(prefill, forward, c.tokens, c.slot.prefilled) for c in chunks]
+        )
         return together_s * alone_s / (count * prefill(1, alike, 0.0))
+
+    @staticmethod
+    def _chunk_seconds(
+        prefill: PassReader, forward: PassReader, tokens: float, context: float
+    ) -> float:
+        """Return seconds of a chunk alone."""
+        tokens_s = prefill(1, tokens, 0.0)
+        if not context:
+            return tokens_s
+        added_s = prefill(1, context + tokens, 0.0) - prefill(1, context, 0.0)
+        return max(tokens_s, added_s, forward(1, 1, context))
 
     def _idle(self, work: Work) -> bool:
         """Return True if a drafter that runs along is asked for nothing.

@@ -121,13 +121,13 @@ REQUEST = np.dtype([
 """A request.  ``first`` is the first of its ``rounds`` or of its sequence's ``starts``; ``next``
 the request that waits after it; ``last_s`` the time of its last tokens."""
 SEAT = np.dtype([
-    ("running", "i8"), ("decodes", "i8"), ("reads", "i8"), ("chunk", "i8"), ("leaves", "i8"),
-    ("drafted", "i8"), ("accepted", "i8"), ("emitted", "i8"), ("forwards", "i8"),
+    ("running", "i8"), ("decodes", "i8"), ("reads", "i8"), ("chunk", "i8"), ("before", "i8"),
+    ("leaves", "i8"), ("drafted", "i8"), ("accepted", "i8"), ("emitted", "i8"), ("forwards", "i8"),
     ("catch_up", "i8"),
 ])  # fmt: skip
 """Columns of requests: those that run, in order of admission; and of an iteration those that
-decode, with their rounds, those whose prompts are read, with how many tokens, and those that it
-ends."""
+decode, with their rounds, those whose prompts are read, with how many tokens and how many were
+read before, and those that it ends."""
 SERIES = [("interval_s", "f8"), ("integral", "f8")]
 REPLICA = np.dtype([
     ("at_s", "f8"), ("order", "i8"), ("idle", "?"), ("ended", "?"), ("started_s", "f8"),

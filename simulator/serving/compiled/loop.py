@@ -221,6 +221,36 @@ def decoding_s(
 
 
 @jit
+def covers(prices: LoopPrices, place: int, batch: float, width: float) -> bool:
+    """Do as `traces.latency.interpolate.CellGrid.covers`."""
+    sizes, first, reader = prices.sizes, prices.first, prices.readers[place]
+    if reader.constant:
+        return True
+    asked = reader.only_batch if reader.only_batch > 0 else batch
+    low = below(sizes, reader.first, reader.last, asked)
+    high = low + (1 if sizes[low] < asked else 0)
+    if sizes[low] > asked or high >= reader.last:
+        return False
+    for side in range(low, high + 1):
+        if not sizes[first[side]] <= width <= sizes[first[side + 1] - 1]:
+            return False
+    return True
+
+
+@jit
+def chunk_s(
+    prices: LoopPrices, seen: Records, prefill: int, forward: int, tokens: float, context: float
+) -> float:
+    """Do as `EngineCost._chunk_seconds`."""
+    tokens_s: float = read(prices, seen, prefill, 1.0, tokens, 0.0)
+    if not context:
+        return tokens_s
+    added_s = read(prices, seen, prefill, 1.0, context + tokens, 0.0)
+    added_s -= read(prices, seen, prefill, 1.0, context, 0.0)
+    return max(tokens_s, added_s, read(prices, seen, forward, 1.0, 1.0, context))
+
+
+@jit
 def prompts_s(
     prices: LoopPrices,
     seen: Records,
@@ -233,20 +263,22 @@ def prompts_s(
     if prices.readers[prefill].read == NOWHERE or prices.readers[forward].read == NOWHERE:
         return 0.0
     number, mean = float(prompts.number), prompts.tokens / prompts.number
-    if prompts.cached or not prompts.whole:
+    cut = prompts.cached > 0 or not prompts.whole
+    if cut and covers(prices, forward, number, mean):
         return read(prices, seen, forward, number, mean, prompts.cached / number)
     if prompts.number == 1:
-        return read(prices, seen, prefill, 1.0, mean, 0.0)
+        return chunk_s(prices, seen, prefill, forward, mean, float(prompts.cached))
     alike = min(mean, prices.readers[prefill].most)
     together = read(prices, seen, prefill, number, alike, 0.0)
-    same = True
+    same = not prompts.cached
     for i in range(prompts.number):
         same = same and seats[i].chunk == alike
     if same or not together:
         return together
     alone = 0.0
     for i in range(prompts.number):
-        alone += read(prices, seen, prefill, 1.0, float(seats[i].chunk), 0.0)
+        own = float(seats[i].chunk), float(seats[i].before)
+        alone += chunk_s(prices, seen, prefill, forward, *own)
     return together * alone / (number * read(prices, seen, prefill, 1.0, alike, 0.0))
 
 
@@ -575,6 +607,7 @@ def begin(engine: Arrays, r: int, order: int) -> int:
     for i in range(state.reads):
         request = engine.requests[seats[i].reads]
         tokens += seats[i].chunk
+        seats[i].before = request.prefilled
         cached += request.prefilled
         whole = whole and request.prefill_left == seats[i].chunk
     seconds = iteration_s(
