@@ -26,7 +26,7 @@ from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 from traces.latency.interpolate import EXTRAPOLATED, Line
 from traces.latency.table import LatencyTable
-from traces.replay.calls import most_behind, passes_always
+from traces.replay.calls import passes_always
 
 MODELS = ("target", "draft")
 PLACES = (
@@ -320,8 +320,6 @@ class EngineCost:
         ``ragged``: sizes at their means, as with kernels for sequences of any length;
         ``padded``: every decode pass is the rectangle of its widest sequence and longest
         context, as `profiler.decoding.batch` runs it.
-    takes_verified:
-        As in `traces.acceptance.trace.Trace`, for engines that always draft.
 
     Attributes
     ----------
@@ -357,13 +355,11 @@ class EngineCost:
         reads: bool = False,
         speculates: bool = True,
         passes: Literal["ragged", "padded"] = "ragged",
-        takes_verified: bool = False,
     ) -> None:
         self.latency = latency
         self.reads = reads
         self.speculates = speculates
         self.always = passes_always(latency) if speculates else 0
-        self.most_behind = most_behind(takes_verified)
         if passes not in ("ragged", "padded"):
             raise DraftsimError(f"passes is {passes!r}, expected 'ragged' or 'padded'")
         self.passes = passes
@@ -392,12 +388,11 @@ class EngineCost:
         if not rounds:
             around_s = self.hosts.at(len(chunks)).iteration_s
             return Seconds(prompts.draft_s, prompts.target_s, around_s)
+        if least := self.always:
+            rounds = [r._replace(draft_forwards=max(r.draft_forwards, least)) for r in rounds]
         work, batch = work_of(slots, rounds), len(rounds)
         if self.passes == "ragged":
             return self.of_work(work, batch, prompts)
-        if least := self.always:
-            rounds = [r._replace(draft_forwards=max(r.draft_forwards, least)) for r in rounds]
-            work = work_of(slots, rounds)
         draft_s = prompts.draft_s + self._draft_rectangles(work, slots, rounds)
         target_s = (
             self._target_pass(work, batch, prompts) if prompts.tokens
@@ -406,14 +401,10 @@ class EngineCost:
         return Seconds(draft_s, target_s, self._host_seconds(work, batch))
 
     def of_work(self, work: Work, batch: int, prompts: Prompts = NO_PROMPTS) -> Seconds:
-        """Return seconds of an iteration over `batch` sequences, all sizes at their means."""
-        if passes := self.always:
-            # Every sequence runs as many passes, and has few tokens to catch up on.
-            catch_up = min(work.catch_up, self.most_behind * work.drafting) + batch - work.drafting
-            work = work._replace(
-                longest=max(work.longest, passes), drafting=batch, catch_up=catch_up,
-                draft_context=work.context, unread=work.unread or passes > 1,
-            )  # fmt: skip
+        """Return seconds of an iteration over `batch` sequences, all sizes at their means.
+
+        `work` counts the passes of an engine that always drafts.
+        """
         draft_s = prompts.draft_s + self._draft_seconds(work, batch)
         target_s = self._target_pass(work, batch, prompts)
         # As in `work_of`.
@@ -603,10 +594,11 @@ class TableCost:
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Return seconds of `draft_length` batched draft steps and one verification."""
-        known = (context + 1) * batch
-        drafting = batch if draft_length else 0
+        known, always = (context + 1) * batch, self._cost.always
+        passes = max(draft_length, always)
+        drafting = batch if passes else 0
         work = Work(
-            known, verify_tokens - batch, draft_length, drafting, drafting, known,
-            rejected=False, unread=False,
+            known, verify_tokens - batch, passes, drafting, drafting, known, rejected=False,
+            unread=always > 1,
         )  # fmt: skip
         return self._cost.of_work(work, batch).total_s

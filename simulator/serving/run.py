@@ -16,7 +16,7 @@ import numpy as np
 import simpy
 
 from policies.batch.base import BatchPolicy
-from policies.core import DraftPolicy, Round
+from policies.core import DraftPolicy, Round, caught_up
 from policies.guard import UndeclaredSignal
 from policies.registry import describe
 from policies.rules.base import VerifyRule
@@ -339,7 +339,7 @@ class EventEngine(Replica):
             self.recorder.length_changes = self.together.changes
             if self.scheduler.drafts_ahead:
                 state.scheduled = len(decode) + len(chunks)
-            cost = self.cost(decode, rounds, chunks)
+            cost = self.cost(decode, self._kept_up(decode, rounds), chunks)
             start = env.now
             seconds = cost.total_s
             if not env.skip(seconds):
@@ -349,6 +349,20 @@ class EventEngine(Replica):
                 self._decoded(start, decode, rounds)
             for chunk in chunks:
                 self.prefilled(chunk)
+
+    def _kept_up(self, slots: list[Slot], rounds: list[Round]) -> list[Round]:
+        """Return `rounds` as they are in an engine whose drafter runs in every iteration, if it is
+        one: the drafter then has fewer tokens to catch up on.
+        """
+        if not self.cost.always:
+            return rounds
+        found = []
+        for slot, outcome in zip(slots, rounds, strict=True):
+            behind = min(outcome.catch_up, slot.unread)
+            passes = max(outcome.draft_forwards, self.cost.always)
+            slot.unread = caught_up(behind, passes, outcome.accepted, slot.takes_verified)
+            found.append(outcome._replace(catch_up=behind))
+        return found
 
     @property
     def unfinished(self) -> Sequence[Slot]:

@@ -75,8 +75,6 @@ class LoopPrices(NamedTuple):
     launch_s: float
     always: int
     """Draft passes in every iteration (`traces.replay.calls`)."""
-    most_behind: int
-    """Tokens that a drafter of such an engine has to read at most."""
 
 
 class LoopLimits(NamedTuple):
@@ -114,8 +112,8 @@ REQUEST = np.dtype([
     ("replica", "i8"), ("first", "i8"), ("recorded", "i8"), ("admissible", "?"), ("counted", "?"),
     ("prefill_left", "i8"), ("prefilled", "i8"), ("context", "i8"), ("blocks", "i8"),
     ("capacity", "i8"), ("tokens", "i8"), ("steps", "i8"), ("preemptions", "i8"),
-    ("drafted", "i8"), ("accepted", "i8"), ("forwards", "i8"), ("catch_up", "i8"), ("next", "i8"),
-    ("entered", "?"), ("left", "?"),
+    ("drafted", "i8"), ("accepted", "i8"), ("forwards", "i8"), ("catch_up", "i8"), ("unread", "i8"),
+    ("next", "i8"), ("entered", "?"), ("left", "?"),
     ("first_s", "f8"), ("last_s", "f8"), ("around_s", "f8"),
 ])  # fmt: skip
 """A request.  ``first`` is the first of its ``rounds`` or of its sequence's ``starts``; ``next``
@@ -203,7 +201,7 @@ def zeros(of: Any, *shape: int) -> Records:
 def prices_of(cost: EngineCost, most: int) -> LoopPrices:
     """Return the prices of an engine of up to `most` requests, made once per table."""
     known = _prices.setdefault(cost.latency, {})
-    key = cost.reads, cost.speculates, cost.most_behind
+    key = cost.reads, cost.speculates
     found = known.get(key)
     if found is None or len(found.hosts) <= most:
         # Sizes double, so that a study of ever larger batches does not begin again each time.
@@ -211,9 +209,7 @@ def prices_of(cost: EngineCost, most: int) -> LoopPrices:
     return found
 
 
-_prices: WeakKeyDictionary[LatencyTable, dict[tuple[bool, bool, int], LoopPrices]] = (
-    WeakKeyDictionary()
-)
+_prices: WeakKeyDictionary[LatencyTable, dict[tuple[bool, bool], LoopPrices]] = WeakKeyDictionary()
 
 
 def _priced(cost: EngineCost, most: int) -> LoopPrices:
@@ -257,7 +253,6 @@ def _priced(cost: EngineCost, most: int) -> LoopPrices:
         np.array([np.pad(own, (0, longest - len(own)), "edge") for own in sums]),
         np.array([cost.hosts.at(batch) for batch in range(most + 1)], HOST).view(np.recarray),
         latency.grid("target", "forward").quickest_s, cost.always,
-        cost.most_behind,
     )  # fmt: skip
 
 
@@ -296,7 +291,8 @@ def requests_of(
     requests.recorded = np.diff(np.asarray(trace.request_starts, np.int64))[sequence]
     requests.counted = number >= skip
     requests.admissible = scheduler.admissible(prompt, output)
-    requests.catch_up, requests.next = 1, NOBODY
+    requests.catch_up = requests.unread = 1
+    requests.next = NOBODY
     requests.first_s = requests.last_s = -1.0
     return requests
 

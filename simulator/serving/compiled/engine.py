@@ -132,9 +132,7 @@ class CompiledServing:
         scenario = self.scenario
         speculates = self.lookahead > 0 or scenario.drafter_loaded
         reads = bool(self.policy.reads)
-        return EngineCost(
-            self.latency, reads, speculates, scenario.passes, self.trace.takes_verified
-        )
+        return EngineCost(self.latency, reads, speculates, scenario.passes)
 
     def scheduler(self) -> Scheduler:
         """Return the scheduler of an engine."""

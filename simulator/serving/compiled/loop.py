@@ -192,10 +192,6 @@ def decoding_s(
 ) -> tuple[float, float]:
     """Return the seconds of the target's pass over what decodes, and of all else."""
     context, drafted, longest, drafting, catch_up, draft_context, rejected, unread = work
-    if prices.always:
-        catch_up = min(catch_up, prices.most_behind * drafting) + batch - drafting
-        longest, drafting, draft_context = max(longest, prices.always), batch, context
-        unread = unread or prices.always > 1
     host, size = prices.hosts[batch], float(batch)
     seconds = host.round_s
     if rejected:
@@ -597,12 +593,19 @@ def begin(engine: Arrays, r: int, order: int) -> int:
         context += request.context
         drafted += seat.drafted
         rejected = rejected or seat.accepted < seat.drafted
-        if seat.forwards:
+        forwards, behind = seat.forwards, seat.catch_up
+        if engine.prices.always:
+            # As `EventEngine._kept_up`.
+            forwards = max(forwards, engine.prices.always)
+            behind = min(behind, request.unread)
+            processed = 0 if limits.takes_verified else min(seat.accepted, forwards - 1)
+            request.unread = 1 + seat.accepted - processed
+        if forwards:
             drafting += 1
-            catch_up += seat.catch_up
+            catch_up += behind
             draft_context += request.context
-            longest = max(longest, seat.forwards)
-            unread = unread or seat.accepted < seat.forwards - 1
+            longest = max(longest, forwards)
+            unread = unread or seat.accepted < forwards - 1
     tokens, cached, whole = 0, 0, True
     for i in range(state.reads):
         request = engine.requests[seats[i].reads]
