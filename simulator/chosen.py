@@ -25,6 +25,7 @@ from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.registry import parse_rule
 from policies.spec import describe_spec, parameters
 from traces.acceptance.trace import Trace
+from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.run import can_replay
@@ -152,7 +153,7 @@ def name_of(policy: Served, taken: Collection[str]) -> str:
     return f"{name} ({alike + 1})" if alike else name
 
 
-def say_left_out(lacking: Mapping[str, DraftPolicy], have: Collection[str], say: Say) -> None:
+def say_left_out(lacking: Mapping[str, Served], have: Collection[str], say: Say) -> None:
     """Remark to `say` which policies were left out, and which of their signals `have` lacks."""
     if lacking:
         missing = sorted({s for policy in lacking.values() for s in policy.reads} - {*have})
@@ -249,7 +250,7 @@ def load_serving_policies(
     rate of ``rate-optimal``, are fitted to the trace.  Policies of ``all`` or the default are left
     out if the trace lacks their signals or the mode does not fit.  A file of `settings` is one more
     policy with the file's name, for batches up to `largest`; without texts it is served next to
-    `simulator.tune.served.rivals`.
+    `simulator.tune.served.rivals`.  `say` is told what is left out, and why.
     Raises DraftsimError naming what is wrong with a text.
     """
     from simulator.serving import TableCost
@@ -262,6 +263,8 @@ def load_serving_policies(
     implied = DEFAULT if not texts else every_policy() if "all" in texts else ()
     batched = mode in ("continuous", "static")
     chosen: dict[str, Served] = {}
+    absent: dict[str, Served] = {}
+    out: dict[str, list[str]] = {}
     if settings is not None:
         engine, chosen[settings.name] = read_settings(settings)
         if engine == "off":
@@ -298,18 +301,26 @@ def load_serving_policies(
                 made = parse_serving_policy(exact, max_gamma=trace.max_gamma, **resources)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
-        fits = (
-            batched and set(made.reads) <= trace.signals
-            if isinstance(made, BatchPolicy)
-            else can_replay(trace, made)
-        )
-        longest = made.longest_draft()
-        if trace.max_gamma is not None and longest is not None:
-            fits = fits and longest <= trace.max_gamma  # no table's lengths are lowered
-        if text in asked or fits:
+        longest = made.longest_draft() or 0
+        if text in asked:
             # A length left at its default is in the name all the same.
             name = f"fixed:gamma={made.gamma}" if text == "fixed" else text  # type: ignore[union-attr]
             chosen.setdefault(name, made)
+        elif isinstance(made, BatchPolicy) and not batched:
+            out.setdefault(f"--mode {mode} takes policies per request", []).append(text)
+        elif trace.max_gamma is not None and longest > trace.max_gamma:
+            # No table's lengths are lowered.
+            reason = f"the recording holds drafts of at most {counted(trace.max_gamma, 'token')}"
+            out.setdefault(reason, []).append(text)
+        elif not set(made.reads) <= trace.signals:
+            absent[text] = made
+        elif isinstance(made, DraftPolicy) and not can_replay(trace, made):
+            out.setdefault("the recording's vocabulary is not known", []).append(text)
+        else:
+            chosen.setdefault(text, made)
+    say_left_out(absent, trace.signals, say)
+    for reason, texts_out in out.items():
+        say(f"left out: {', '.join(texts_out)}; {reason}")
     return with_plain(chosen)
 
 

@@ -20,7 +20,7 @@ import pytest
 
 import draftsim
 from commands.serve import guesses, headline, kept
-from simulator.chosen import PLAIN, load_serving_policies
+from simulator.chosen import PLAIN, every_policy, load_serving_policies
 from simulator.serving import ClosedLoop, Scenario, read_results
 from simulator.serving.outcome.results import ResultsFile
 from simulator.serving.study import over_loads
@@ -275,6 +275,21 @@ def test_more_requests_are_served_where_more_run_at_a_time() -> None:
     base = Scenario(ClosedLoop(1), requests=None)
     few, many = (over_loads(base, CONSTANT, concurrency=sizes) for sizes in ([1, 8], [1, 256]))
     assert [load.count for load in few + many] == [1000, 1000, 2560, 2560]
+
+
+def test_policies_left_out_are_named_with_the_reason(serve: Serve, run: Run) -> None:
+    few = ("--acceptance", "0.8,0.6,0.4", "--latency", "bundled", "--policy", "all", "--json", "-")
+    ran = run("serve", *few, "--batch", 1, "--requests", 4).ok()
+    said = " ".join(ran.err.split())
+    assert re.search(r"left out: [^;]*\bsvip\b[^;]*; not recorded: entropy", said)
+    assert re.search(r"left out: [^;]*\btensorrt-llm\b[^;]*; the recording holds drafts of", said)
+    named = {row["policy"] for row in ran.rows}
+    told = set(re.findall(r"[\w:=-]+", " ".join(re.findall(r"left out: ([^;]*);", said))))
+    assert named | told >= set(every_policy())
+    assert not named & told
+    alone = serve("--policy", "all", "--mode", "dsi", "--batch", 1, "--requests", 2).err
+    assert "goodput" in alone.split("left out: ")[1].split(";")[0]
+    assert "--mode dsi takes policies per request" in " ".join(alone.split())
 
 
 def test_a_bad_arrivals_file_leaves_older_results(serve: Serve, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def fastest_by_batch(
     from simulator.whatif.ladder import GAMMAS
 
     lengths = [f"fixed:gamma={g}" for g in GAMMAS if g <= (trace.max_gamma or g)]
-    every = load_serving_policies([*lengths, "all"], trace, latency, "static", say=note)
+    every = load_serving_policies([*lengths, "all"], trace, latency, "static")
     predicted, _ = predict_groups(trace, latency, every, batches)
     seconds = predicted.groupby(["batch", "policy"])["predicted_s"].sum().unstack("policy")
     best = dict(zip(seconds.index.tolist(), seconds.idxmin(axis=1).tolist(), strict=True))

@@ -151,7 +151,8 @@ def over_rates(base: Scenario, rates: Sequence[float]) -> list[Scenario]:
     for rate in rates:
         arrivals = base.arrivals
         if isinstance(arrivals, ArrivalFile):
-            own = base.rate
+            # Requests that all come at once have no rate of their own.
+            own = base.rate or arrivals.rate_of(None)
             if own is None:
                 raise DraftsimError(
                     f"arrivals file {arrivals.path} spans no time: its rate cannot be scaled"
