@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from policies.core import Round
-from simulator.pricing import HostCost, missing_hosts
+from simulator.pricing import HostCost, judging_seconds, missing_hosts, missing_judging
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 from traces.latency.interpolate import EXTRAPOLATED, Line
@@ -320,6 +320,9 @@ class EngineCost:
         ``ragged``: sizes at their means, as with kernels for sequences of any length;
         ``padded``: every decode pass is the rectangle of its widest sequence and longest
         context, as `profiler.decoding.batch` runs it.
+    judging, longest:
+        Phase of a lossy rule's verdicts (`simulator.pricing.rule_phase`) and the longest draft:
+        every iteration costs the verdicts on its mean draft.  None: no rule judges.
 
     Attributes
     ----------
@@ -355,6 +358,8 @@ class EngineCost:
         reads: bool = False,
         speculates: bool = True,
         passes: Literal["ragged", "padded"] = "ragged",
+        judging: str | None = None,
+        longest: int = 0,
     ) -> None:
         self.latency = latency
         self.reads = reads
@@ -376,6 +381,8 @@ class EngineCost:
         self._longest = {m: latency.grid(m, "prefill").widest_together for m in self._prefill}
         self._settled: dict[int, list[float]] = {}
         self.hosts = HostCost(latency, reads)
+        self.judging, self.longest = judging, longest
+        self._judged: dict[int, list[float]] = {}
 
     def __call__(
         self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
@@ -433,7 +440,8 @@ class EngineCost:
         """Return what happened at no cost because the table lacks its cells."""
         models = MODELS if self.speculates else MODELS[:1]
         prompts = [f"{m} prefill" for m in models if m not in self._prefill]
-        return prompts + missing_hosts(self.latency, self.reads)
+        untold = self.judging is not None and missing_judging(self.latency, self.judging)
+        return prompts + missing_hosts(self.latency, self.reads) + ["judging"] * untold
 
     def _prompt_seconds(
         self, model: str, forward: PassReader | None, chunks: Sequence[Chunk]
@@ -539,7 +547,7 @@ class EngineCost:
 
     def _host_seconds(self, work: Work, batch: int) -> float:
         # Taken apart at once: reading a tuple's fields by name takes longer.
-        _, _, longest, _, _, _, rejected, unread = work
+        _, drafted, longest, _, _, _, rejected, unread = work
         host_s, draft_s, target_rollback_s, draft_rollback_s, _, _ = self.hosts.at(batch)
         if rejected:
             host_s += target_rollback_s
@@ -547,7 +555,25 @@ class EngineCost:
             host_s += draft_rollback_s
         if longest and not self._idle(work):
             host_s += longest * draft_s
+        if self.judging is not None:
+            host_s += self._judging_seconds(batch, drafted / batch)
         return host_s
+
+    def judged(self, batch: int) -> list[float]:
+        """Return seconds of the verdicts on 0, 1, ... drafted tokens of each sequence."""
+        seconds = self._judged.get(batch)
+        if seconds is None:
+            found = np.zeros(1)
+            if self.judging is not None:
+                found = judging_seconds(self.latency, self.judging, batch, self.longest)
+            seconds = self._judged[batch] = found.tolist()
+        return seconds
+
+    def _judging_seconds(self, batch: int, drafted: float) -> float:
+        seconds = self.judged(batch)
+        low = min(int(drafted), len(seconds) - 1)
+        high = min(low + 1, len(seconds) - 1)
+        return seconds[low] + (drafted - low) * (seconds[high] - seconds[low])
 
     def _rectangle(self, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
         width = max(r.drafted for r in rounds) + 1

@@ -70,6 +70,8 @@ class LoopPrices(NamedTuple):
     seconds: Floats
     settled: Floats
     """(batches, passes): what a draft's first 0, 1, ... later passes take beyond others."""
+    judged: Floats
+    """(batches, tokens): what the verdicts on 0, 1, ... drafted tokens of each sequence take."""
     hosts: Records
     """(batches,)"""
     launch_s: float
@@ -201,7 +203,8 @@ def zeros(of: Any, *shape: int) -> Records:
 def prices_of(cost: EngineCost, most: int) -> LoopPrices:
     """Return the prices of an engine of up to `most` requests, made once per table."""
     known = _prices.setdefault(cost.latency, {})
-    key = cost.reads, cost.speculates
+    # Without a rule, no length of drafts needs prices of its own.
+    key = cost.reads, cost.speculates, cost.judging, cost.longest if cost.judging else 0
     found = known.get(key)
     if found is None or len(found.hosts) <= most:
         # Sizes double, so that a study of ever larger batches does not begin again each time.
@@ -209,7 +212,9 @@ def prices_of(cost: EngineCost, most: int) -> LoopPrices:
     return found
 
 
-_prices: WeakKeyDictionary[LatencyTable, dict[tuple[bool, bool], LoopPrices]] = WeakKeyDictionary()
+_prices: WeakKeyDictionary[LatencyTable, dict[tuple[bool, bool, str | None, int], LoopPrices]] = (
+    WeakKeyDictionary()
+)
 
 
 def _priced(cost: EngineCost, most: int) -> LoopPrices:
@@ -251,6 +256,7 @@ def _priced(cost: EngineCost, most: int) -> LoopPrices:
         readers, np.concatenate([batches, widths, contexts]),
         np.cumsum([len(batches), *children]), np.concatenate([np.zeros(above), seconds]),
         np.array([np.pad(own, (0, longest - len(own)), "edge") for own in sums]),
+        np.array([cost.judged(batch) for batch in range(most + 1)]),
         np.array([cost.hosts.at(batch) for batch in range(most + 1)], HOST).view(np.recarray),
         latency.grid("target", "forward").quickest_s, cost.always,
     )  # fmt: skip
