@@ -66,7 +66,7 @@ class Loads:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Replay the first --requests of a file: CSV with TIMESTAMP,ContextTokens,"
+            help="Replay a file, or the first --requests of it: CSV with TIMESTAMP,ContextTokens,"
             "GeneratedTokens, the result of `vllm bench serve --save-detailed`, or requests.jsonl "
             "of LLMServingSim's benchmark. Measured times are printed next to the predicted.",
         ),
@@ -138,7 +138,13 @@ def serve(
     mode: Annotated[
         str, typer.Option(help="continuous, static, static-minimum, static-mean, pearl or dsi.")
     ] = "continuous",
-    requests: Annotated[int, typer.Option(help="Requests in every run.")] = 1000,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests in every run. Default: all of --arrivals, else 1000, and at least 10 "
+            "for each that runs at a time."
+        ),
+    ] = None,
     replications: Annotated[int, typer.Option(help="Independent runs, for intervals.")] = 1,
     replicas: Annotated[int, typer.Option(help="Engines that share the requests.")] = 1,
     slo: Annotated[
@@ -149,7 +155,11 @@ def serve(
         ),
     ] = None,
     warmup: Annotated[
-        float, typer.Option(help="Share of the first requests to leave out of the statistics.")
+        float,
+        typer.Option(
+            help="Share of the first requests to leave out of the statistics. With --batch at "
+            "least two for each that runs at a time are left out, unless this is 0."
+        ),
     ] = 0.1,
     ttft: Annotated[
         str | None,
@@ -205,7 +215,7 @@ def serve(
     """
     from simulator.chosen import load_serving_policies
     from simulator.serving import ClosedLoop, Devices, Scenario, Timeline, sweep
-    from simulator.serving.study import against_measured
+    from simulator.serving.study import against_measured, shortfalls
     from simulator.tune.gains import interval_over_prompts
 
     recording = inputs.load(plain=settings is None and policies.plain, sizes=loads.sizes)
@@ -219,7 +229,7 @@ def serve(
         replicas=replicas, router=engine.routing(replicas),
     )  # fmt: skip
     scenarios = loads.scenarios(base, table)
-    for line in scenarios[0].arrivals.remarks:
+    for line in [*scenarios[0].arrivals.remarks, *shortfalls(scenarios)]:
         remark(line)
     largest = max(scenario.largest_batch for scenario in scenarios)
     table.check_sizes("target", "forward", largest, 1)  # refused before anything is served

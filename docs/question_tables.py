@@ -69,7 +69,7 @@ QUESTIONS = {
     ),
     "one-pass": Question(
         "Do drafters that draft all tokens in one pass need another K?",
-        "draftsim serve --trace smollm2-vllm-eagle3-cpu --batch 1,16 --requests 40 "
+        "draftsim serve --trace smollm2-vllm-eagle3-cpu --batch 1,16 --requests 80 "
         "--source parallel:acceptance=[0.72,0.5,0.33,0.21,0.14,0.09,0.06] "
         "--policy fixed:gamma=1 --policy fixed:gamma=3 --policy fixed:gamma=7 "
         "--policy confidence-scheduled",
@@ -81,7 +81,7 @@ QUESTIONS = {
     "adaptive": Question(
         "Does adaptive verification help?",
         f"draftsim serve {CODER} --policy fixed:gamma=5 --policy adaptive-verification:gamma=5 "
-        "--policy goodput:gamma_max=5 --batch 1,32 --requests 64",
+        "--policy goodput:gamma_max=5 --batch 1,32 --requests 160",
         "`adaptive-verification` verifies only the tokens of a draft that are worth their cost, "
         "`goodput` chooses K by measured acceptance. Compare them with the fixed K.",
     ),

@@ -241,7 +241,7 @@ def serve(
     rate: Sequence[float] | None = None,
     arrivals: str | Path | None = None,
     mode: Mode = "continuous",
-    requests: int = 1000,
+    requests: int | None = None,
     replications: int = 1,
     replicas: int = 1,
     max_num_seqs: int | None = None,
@@ -269,7 +269,8 @@ def serve(
     mode:
         Batching, or what overlaps drafting and verification (`simulator.serving.Scenario`).
     requests:
-        Requests of each run.
+        Requests of each run; by default all of `arrivals`, else 1000, and at least 10 for each that
+        runs at a time.
     replications:
         Independent runs.
     replicas:
@@ -290,7 +291,7 @@ def serve(
     """
     from simulator.serving import ClosedLoop, Scenario, sweep
     from simulator.serving.scenario import engine_limits
-    from simulator.serving.study import over_loads
+    from simulator.serving.study import over_loads, shortfalls
     from simulator.targets import parse_targets
     from simulator.tune.gains import leaders
 
@@ -311,7 +312,7 @@ def serve(
         targets = parse_targets(slo, share=False)
         base = replace(base, ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s)
     scenarios = over_loads(base, measured, concurrency=concurrency, rate=rate, arrivals=arrivals)
-    notes += scenarios[0].arrivals.remarks
+    notes += [*scenarios[0].arrivals.remarks, *shortfalls(scenarios)]
     largest = max(scenario.largest_batch for scenario in scenarios)
     measured.check_sizes("target", "forward", largest, 1)
     table = recording.in_graphs(None, largest).priced(largest)

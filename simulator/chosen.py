@@ -29,6 +29,7 @@ from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.registry import parse_rule
 from policies.spec import describe_spec, parameters
 from traces.acceptance.trace import Trace
+from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.run import can_replay
@@ -184,7 +185,7 @@ def name_of(policy: Served, taken: Collection[str]) -> str:
     return f"{name} ({alike + 1})" if alike else name
 
 
-def say_left_out(lacking: Mapping[str, DraftPolicy], have: Collection[str], say: Say) -> None:
+def say_left_out(lacking: Mapping[str, Served], have: Collection[str], say: Say) -> None:
     """Remark to `say` which policies were left out, and which of their signals `have` lacks."""
     if lacking:
         missing = sorted({s for policy in lacking.values() for s in policy.reads} - {*have})
@@ -301,8 +302,9 @@ def load_serving_policies(
 
     Policies are `informed` of the costs of the table, and ``rate-optimal`` is `fitted_as_asked`.
     Policies of ``all`` or the default are left out if the trace lacks their signals or the mode
-    does not fit.  A file of `settings` is one more policy with the file's name, for batches up to
-    `largest`; without texts it is served next to `simulator.tune.served.rivals`.
+    does not fit: `say` is told which, and why.  A file of `settings` is one more policy with the
+    file's name, for batches up to `largest`; without texts it is served next to
+    `simulator.tune.served.rivals`.
     Raises DraftsimError naming what is wrong with a text.
     """
     from simulator.tune.costs import longest_draft
@@ -311,8 +313,9 @@ def load_serving_policies(
 
     asked = [t for t in texts or () if t != "all"]
     implied = DEFAULT if not texts else every_policy() if "all" in texts else ()
-    batched = mode in ("continuous", "static")
     chosen: dict[str, Served] = {}
+    absent: dict[str, Served] = {}
+    out: dict[str, list[str]] = {}
     if settings is not None:
         engine, chosen[settings.name] = read_settings(settings)
         if engine == "off":
@@ -344,22 +347,35 @@ def load_serving_policies(
             raise DraftsimError(str(error)) from None
         said: list[str] = []
         made = ready(text, made, said.append)
-        fits = (
-            batched and set(made.reads) <= trace.signals
-            if isinstance(made, BatchPolicy)
-            else can_replay(trace, made)
-        )
-        longest = made.longest_draft()
-        if trace.max_gamma is not None and longest is not None:
-            fits = fits and longest <= trace.max_gamma  # no table's lengths are lowered
-        if text in asked or fits:
+        reason = "" if text in asked else _unserved(made, trace, mode)
+        if reason:
+            out.setdefault(reason, []).append(text)
+        elif text not in asked and not set(made.reads) <= trace.signals:
+            absent[text] = made
+        else:
             # A length left at its default is in the name all the same.
             name = f"fixed:gamma={made.gamma}" if text == "fixed" else text  # type: ignore[union-attr]
             if name not in chosen:
                 chosen[name] = made
                 for line in said:
                     say(line)
+    say_left_out(absent, trace.signals, say)
+    for reason, left_out in out.items():
+        say(f"left out: {', '.join(left_out)}; {reason}")
     return with_plain(chosen)
+
+
+def _unserved(policy: Served, trace: Trace, mode: str) -> str:
+    """Return why a `mode` of serving a trace cannot run a policy, signals aside; "" if it can."""
+    batched = mode in ("continuous", "static")
+    if isinstance(policy, BatchPolicy) and not batched:
+        return f"--mode {mode} takes policies per request"
+    if trace.max_gamma is not None and (policy.longest_draft() or 0) > trace.max_gamma:
+        # No table's lengths are lowered.
+        return f"the recording holds drafts of at most {counted(trace.max_gamma, 'token')}"
+    if isinstance(policy, BatchPolicy) or not set(policy.reads) <= trace.signals:
+        return ""
+    return "" if can_replay(trace, policy) else "the recording's vocabulary is not known"
 
 
 def fitted_as_asked(

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints
+from policies.rules.base import VerifyRule
 from policies.rules.registry import RULES
 from traces.errors import DraftsimError
 from traces.latency.schema import SERVER
@@ -273,10 +274,10 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     left_out: tuple[str, ...] = ()
     if log.mismatched is not None:
         phase = judging_phase(log)
-        if latency.has("target", phase):
-            host_s += _judging(latency, phase, batch, drafted)
-        elif not latency.is_constant:
+        if missing_judging(latency, phase):
             left_out = ("judging",)
+        elif len(drafted):
+            host_s += judging_seconds(latency, phase, batch, int(drafted.max()))[drafted]
     passes += count
     return Priced(log, latency, batch, draft_s, verify_s, signal_s, host_s, passes, left_out)
 
@@ -293,22 +294,37 @@ def _readers(log: RoundLog, drafter: str) -> tuple[str, ...]:
 
 
 def judging_phase(log: RoundLog) -> str:
-    """Return the phase of `traces.latency.schema.PHASES` that the verdicts of a lossy run cost.
-
-    It follows from what the run's rule reads, by the rule's name where the rule itself was
-    not kept.
+    """Return the phase that the verdicts of a lossy run cost (`rule_phase`), by the rule's name
+    where the rule itself was not kept.
     """
-    rule = log.rule or RULES.get(log.verify.partition(":")[0])
+    return rule_phase(log.rule or RULES.get(log.verify.partition(":")[0]))
+
+
+def rule_phase(rule: VerifyRule | type[VerifyRule] | None) -> str:
+    """Return the phase of `traces.latency.schema.PHASES` that the verdicts of a lossy rule cost.
+
+    It follows from what the rule reads.
+    """
     reads = set(rule.reads) if rule is not None else set()
     return "judge_signals" if reads - {"token_id"} else "judge"
 
 
-def _judging(latency: LatencyTable, phase: str, batch: int, drafted: Ints) -> Floats:
-    """Return seconds of each round's verdicts, read once per draft length."""
-    lengths, inverse = distinct(drafted)
+def missing_judging(latency: LatencyTable, phase: str) -> bool:
+    """Return True if a measured table has no cells of the verdicts of this phase."""
+    return not latency.has("target", phase) and not latency.is_constant
+
+
+def judging_seconds(latency: LatencyTable, phase: str, batch: int, longest: int) -> Floats:
+    """Return seconds of the verdicts on 0, 1, ..., `longest` drafted tokens of a sequence.
+
+    Zero where the table has no cells of this phase.
+    """
+    lengths = np.arange(longest + 1)
+    if not latency.has("target", phase):
+        return np.zeros(longest + 1)
     cells = latency.cells[latency.cells["phase"] == phase]
     nearest = int(np.clip(batch, cells["batch"].min(), cells["batch"].max()))
-    return latency.seconds("target", phase, batch=nearest, new_tokens=lengths)[inverse]
+    return latency.seconds("target", phase, batch=nearest, new_tokens=lengths)
 
 
 def call_seconds(

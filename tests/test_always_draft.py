@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ import pytest
 
 from policies.batch.base import SingleStream
 from policies.lengths.basic import Autoregressive, Fixed
+from policies.lengths.gammatune import GammaTune
 from simulator.pricing import autoregressive, price
-from simulator.serving import TableCost
+from simulator.serving import ClosedLoop, Limits, Scenario, TableCost, simulate
 from simulator.tune.costs import RESTING
 from simulator.whatif.rate import LatencyCost
 from tests.compiled import ALONG
 from tests.conftest import Run
+from tests.serving import GRID
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -67,6 +71,23 @@ def test_rounds_are_those_of_a_policy_that_fills_its_slots(
     assert here.sum() > 0.8 * len(made)
     for name in ("position", "drafted", "accepted", "emitted", "draft_forwards", "catch_up"):
         np.testing.assert_array_equal(made.rounds[name][here], real.rounds[name][here], name)
+
+
+@pytest.mark.parametrize("by_iteration", [False, True])
+@pytest.mark.parametrize("takes_verified", [False, True])
+@pytest.mark.parametrize("table", [GRID, ALONG])
+def test_one_request_at_a_time_is_served_at_its_price(
+    trace: Trace, table: LatencyTable, takes_verified: bool, by_iteration: bool
+) -> None:
+    own = replace(trace, meta={**trace.meta, "takes_verified": takes_verified})
+    alone = Scenario(ClosedLoop(1), Limits(1), requests=6, warmup=0.0)
+    for policy, passes in product((Fixed(1), Fixed(4), GammaTune()), (1, 3, 6)):
+        always = drafting_always(table, passes)
+        run = simulate(own, always, policy, alone, by_iteration=by_iteration)
+        served = run.requests.sort_values("index")
+        expected = price(replay(own, policy, first=1), always).decode_s[served["sequence"]]
+        decode_s = served["finish_s"] - served["first_s"]
+        np.testing.assert_allclose(decode_s, expected, rtol=1e-9)
 
 
 def test_a_drafter_that_reads_along_is_the_engines_own_resting_policy(trace: Trace) -> None:

@@ -22,12 +22,13 @@ import pytest
 import draftsim
 from commands.serve import guesses, headline, kept
 from policies.batch.base import BatchPolicy, SingleStream
-from simulator.chosen import PLAIN, fitted, load_policies, load_serving_policies
-from simulator.serving import read_results
+from simulator.chosen import PLAIN, every_policy, fitted, load_policies, load_serving_policies
+from simulator.serving import ClosedLoop, Scenario, read_results
 from simulator.serving.outcome.results import ResultsFile
+from simulator.serving.study import over_loads
 from tests.conftest import Run, Serve
 from tests.forked import forked
-from tests.serving import PAIR, arrival_file, table_of
+from tests.serving import CONSTANT, PAIR, arrival_file, table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
@@ -280,6 +281,44 @@ def test_impossible_options_are_one_line_and_exit_2(
     assert last.startswith("draftsim: ")
     assert message in last
     assert ran.out == ""
+
+
+def test_a_file_is_served_whole_and_a_part_of_it_is_named(serve: Serve, tmp_path: Path) -> None:
+    file = arrival_file(tmp_path / "a.csv", *(f"{i},20,2" for i in range(1200)))
+    asked = ("--arrivals", file, "--policy", "autoregressive", "--json", "-")
+    whole, part = serve(*asked), serve(*asked, "--requests", 5)
+    assert [row["requests"] for row in (*whole.rows, *part.rows)] == [1200, 5]
+    assert "of 1,200 requests" not in whole.err
+    assert "the first 5 of 1,200 requests" in " ".join(part.err.split())
+
+
+def test_an_engine_that_never_fills_is_named(serve: Serve) -> None:
+    asked = ("--policy", "autoregressive", "--batch", "1,4", "--json", "-")
+    said = [" ".join(serve(*asked, "--requests", n).err.split()) for n in (3, 10, 20)]
+    assert "3 requests never fill 4 at a time: give --requests 40 or more" in said[0]
+    assert "10 requests are few to fill 4 at a time" in said[1]
+    assert "to fill" not in said[2]
+
+
+def test_more_requests_are_served_where_more_run_at_a_time() -> None:
+    base = Scenario(ClosedLoop(1), requests=None)
+    few, many = (over_loads(base, CONSTANT, concurrency=sizes) for sizes in ([1, 8], [1, 256]))
+    assert [load.count for load in few + many] == [1000, 1000, 2560, 2560]
+
+
+def test_policies_left_out_are_named_with_the_reason(serve: Serve, run: Run) -> None:
+    few = ("--acceptance", "0.8,0.6,0.4", "--latency", "bundled", "--policy", "all", "--json", "-")
+    ran = run("serve", *few, "--batch", 1, "--requests", 4).ok()
+    said = " ".join(ran.err.split())
+    assert re.search(r"left out: [^;]*\bsvip\b[^;]*; not recorded: entropy", said)
+    assert re.search(r"left out: [^;]*\btensorrt-llm\b[^;]*; the recording holds drafts of", said)
+    named = {row["policy"] for row in ran.rows}
+    told = set(re.findall(r"[\w:=-]+", " ".join(re.findall(r"left out: ([^;]*);", said))))
+    assert named | told >= set(every_policy())
+    assert not named & told
+    alone = serve("--policy", "all", "--mode", "dsi", "--batch", 1, "--requests", 2).err
+    assert "goodput" in alone.split("left out: ")[1].split(";")[0]
+    assert "--mode dsi takes policies per request" in " ".join(alone.split())
 
 
 def test_a_bad_arrivals_file_leaves_older_results(serve: Serve, tmp_path: Path) -> None:

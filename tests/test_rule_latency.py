@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from policies.lengths.basic import Autoregressive, Fixed
+from policies.lengths.gammatune import GammaTune
 from policies.rules.base import TokenRule
 from policies.rules.registry import RULES as BUILT_IN
 from policies.rules.registry import parse_rule
@@ -18,11 +20,15 @@ from profiler.latency.host import RULES, measure_rules
 from profiler.models.runner import Runner
 from simulator import autoregressive, price
 from simulator.pricing import judging_phase
+from simulator.serving import ClosedLoop, Limits, Scenario, simulate
+from simulator.serving.study import InOrder
 from tests.test_pricing import CELLS, HOST, random_log, table
 from traces.latency.schema import CELL_COLUMNS, PHASES
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.store.files import read_latency, write_latency
+from traces.store.recordings import find_latency, find_trace
 
 JUDGING = {
     ("target", phase, 1, n, 0): base + slope * n
@@ -56,6 +62,41 @@ def test_a_lossy_round_pays_its_verdict_by_drafted_length(
     # Plain decoding of the same requests judges nothing.
     plain = price(autoregressive(log), latency)
     assert plain.total_s == price(autoregressive(random_log(3)), latency).total_s
+
+
+@pytest.mark.parametrize("by_iteration", [False, True])
+@pytest.mark.parametrize("rule", ["csd", "typical"])
+def test_one_request_at_a_time_is_served_at_its_price(rule: str, by_iteration: bool) -> None:
+    trace, latency = find_trace("bundled"), find_latency("bundled")
+    alone = Scenario(InOrder(), Limits(1), requests=12, warmup=0.0)  # rules learn
+    for policy in (Fixed(4), GammaTune()):
+        lossy = parse_rule(rule)
+        run = simulate(trace, latency, policy, alone, rule=lossy, by_iteration=by_iteration)
+        served = run.requests
+        priced = price(replay(trace, policy, parse_rule(rule), first=1), latency)
+        expected = priced.decode_s[served["sequence"]]
+        np.testing.assert_allclose(served["finish_s"] - served["first_s"], expected, rtol=1e-9)
+        assert run.unpriced == []
+
+
+def test_judging_is_priced_in_batches_and_named_where_it_is_not() -> None:
+    trace, latency = find_trace("bundled"), find_latency("bundled")
+    batch = Scenario(ClosedLoop(4), Limits(4), requests=12, warmup=0.0)
+    cells = latency.cells
+    bare = LatencyTable(cells[~cells["phase"].str.startswith("judge")], latency.meta)
+    known, missing = (
+        [
+            simulate(trace, t, Fixed(4), batch, rule=parse_rule("csd"), by_iteration=by_iteration)
+            for by_iteration in (False, True)
+        ]
+        for t in (latency, bare)
+    )
+    for runs, said in ((known, []), (missing, ["judging"])):
+        assert runs[0].simulated_s == pytest.approx(runs[1].simulated_s, rel=1e-9)
+        assert [run.unpriced for run in runs] == [said, said]
+    assert missing[0].simulated_s < known[0].simulated_s
+    plain = simulate(trace, bare, Autoregressive(), batch, rule=parse_rule("csd"))
+    assert plain.unpriced == []
 
 
 def test_a_table_without_the_cells_says_that_judging_is_left_out() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -101,3 +103,11 @@ def test_prompts_that_a_log_does_not_know_count_as_one_token(mode):
     rows = [simulate(t, GRID, Fixed(2), scenario).row() for t in (unknown, one)]
     assert rows[0]["requests"] == 6
     assert rows[0]["throughput_tok_s"] == pytest.approx(rows[1]["throughput_tok_s"], rel=1e-12)
+
+
+def test_requests_that_come_at_once_take_the_rate_of_the_whole_file(tmp_path):
+    path = arrival_file(tmp_path / "a.csv", *(f"{60 * (i // 30)},20,5" for i in range(90)))
+    base = Scenario(ArrivalFile(path), requests=10)
+    assert base.rate is None
+    [scaled] = over_rates(base, [10.0])
+    assert replace(scaled, requests=None).rate == pytest.approx(10.0)

@@ -315,6 +315,16 @@ def test_sizes_never_varied_are_refused():
 # --- what it leaves to events ------------------------------------------------------------------
 
 
+ONE_BATCH = GRID.cells[GRID.cells["batch"] == 1]
+
+
+@pytest.mark.parametrize("budget", [9, 12, 25, 45])
+@pytest.mark.parametrize("table", [GRID, LatencyTable(ONE_BATCH).assumed_batch_free()])
+def test_prompts_in_chunks_are_the_iterations(budget, table):
+    scenario = Scenario(ClosedLoop(4), Limits(4, token_budget=budget), requests=9)
+    assert_same(SMALL, table, Fixed(1), scenario)
+
+
 class LooksAtTheBatch(DraftPolicy):
     def __init__(self) -> None:
         self.length, self.gamma = 1, 4

@@ -15,7 +15,8 @@ from simulator.serving import ClosedLoop, Deterministic, Limits, Poisson, Scenar
 from simulator.serving.outcome.metrics import Histogram, Series
 from simulator.serving.outcome.report import t_interval
 from simulator.serving.outcome.results import flat
-from tests.serving import CONSTANT, SMALL, little_error
+from tests.serving import CONSTANT, GRID, SMALL, little_error
+from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 
 
@@ -48,6 +49,36 @@ def test_warmup_requests_do_not_count():
     start, end = run.recorder.window.start_s, run.recorder.window.end_s
     assert start == frame.set_index("index")["arrival_s"][10]
     assert end == frame["arrival_s"].max()
+
+
+@pytest.mark.parametrize(
+    ("clients", "requests", "warmup", "skipped"),
+    [(8, 100, 0.1, 16), (8, 100, 0.3, 30), (8, 20, 0.1, 10), (8, 100, 0.0, 0), (1, 100, 0.1, 10)],
+)
+def test_what_fills_a_closed_loop_does_not_count(clients, requests, warmup, skipped):
+    scenario = Scenario(ClosedLoop(clients), Limits(clients), requests=requests, warmup=warmup)
+    for by_iteration in (False, True):
+        run = simulate(SMALL, CONSTANT, Fixed(3), scenario, by_iteration=by_iteration)
+        assert run.row()["warmup_requests"] == skipped
+
+
+def test_time_to_the_first_token_of_a_full_engine_is_that_of_a_long_run():
+    # All prompts of the start wait for each other; later each comes almost alone.
+    lengths = np.random.default_rng(1).integers(20, 200, 60)
+    infos = [Request(str(i), "", 60, n, n, "length") for i, n in enumerate(lengths.tolist())]
+    columns = {
+        "request": np.repeat(np.arange(60), lengths).astype(np.int32),
+        "position": np.concatenate([np.arange(n) for n in lengths]).astype(np.int32),
+        "offset": np.zeros(lengths.sum(), np.int16),
+        "match": np.ones(lengths.sum(), np.int8),
+    }
+    trace = Trace(columns, infos)
+    full = Scenario(ClosedLoop(32), Limits(32, token_budget=1 << 20), requests=320)
+    short, long = (
+        simulate(trace, GRID, Autoregressive(), replace(full, requests=n)).row()["ttft_s"]["mean"]
+        for n in (320, 6400)
+    )
+    assert short == pytest.approx(long, rel=0.2)
 
 
 def test_goodput_counts_requests_within_both_targets():

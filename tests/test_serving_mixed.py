@@ -127,6 +127,29 @@ def test_pieces_of_prompts_are_passes_of_their_mean_width_and_context(
     assert found == pytest.approx(0.01 + 1e-3 * batch * width + 1e-5 * batch * context)
 
 
+@pytest.mark.parametrize(
+    ("pieces", "least", "expected"),
+    [
+        # The first tokens of a longer prompt are those of the measured cell.
+        ([prompt(64, left=96)], 0, 0.008 + 0.064),
+        # The rest takes what it adds to its prompt, or what as many tokens take alone.
+        ([prompt(32, cached=64)], 0, 0.008 + 0.032),
+        ([prompt(32, cached=64)], 0.02, 0.032 + 0.02 * 32),
+        # A prompt that is cut makes the others no cheaper than a pass of whole prompts.
+        ([prompt(24), prompt(40, left=80)], 0, 0.008 + 0.064),
+    ],
+)
+def test_a_chunk_wider_than_the_decoding_passes_is_read_from_the_prompts(
+    pieces: list[Chunk], least: float, expected: float
+) -> None:
+    cells = [
+        ("target", "prefill", b, n, 0, 0.008 + 1e-3 * b * n + least * max(n - 64, 0))
+        for b in (1, 4) for n in (8, 24, 32, 64, 96)
+    ]  # fmt: skip
+    found = EngineCost(table_of(FORWARD + cells), speculates=False)([], [], pieces).target_s
+    assert found == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("latency", "said"), [(COMPOSED, 1), (MEASURED, 0)])
 def test_serving_says_which_it_was(latency: LatencyTable, said: int) -> None:
     scenario = Scenario(ClosedLoop(3), Limits(max_batch=3), 9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from simulator.formulas import batching, dsi, leviathan, pearl
 from simulator.pricing import price
 from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, simulate
 from tests.queues import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
-from tests.serving import GRID, bernoulli, little_error
+from tests.serving import GRID, SMALL, bernoulli, little_error
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 
@@ -172,6 +173,16 @@ def test_dsi_without_acceptance_is_plain_decoding():
     scenario = Scenario(ClosedLoop(1), requests=3, mode="dsi", **WHOLE)
     run = simulate(bernoulli(0.0, 3, 41), LatencyTable.constant(1.0, 0.1), Fixed(4), scenario)
     np.testing.assert_allclose(run.requests["e2e_s"], 40.0, rtol=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["pearl", "dsi"])
+@pytest.mark.parametrize("policy", [Autoregressive(), Fixed(0)])
+def test_no_drafter_slows_plain_decoding(mode, policy):
+    alone = Scenario(ClosedLoop(1), Limits(max_batch=1), requests=5, **WHOLE)
+    shared = replace(alone, mode=mode, devices=Devices(1.0))
+    expected, run = (simulate(SMALL, GRID, policy, own) for own in (alone, shared))
+    assert run.row()["simulated_s"] == pytest.approx(expected.row()["simulated_s"], rel=1e-9)
+    assert run.recorder.draft_forwards == 0
 
 
 @pytest.mark.parametrize("mode", ["pearl", "dsi"])

@@ -117,7 +117,7 @@ def test_where_no_table_can_be_as_fast_as_no_draft_model_the_row_says_off() -> N
 def test_off_in_a_table_is_not_priced_as_an_engine_without_a_draft_model() -> None:
     # At 16 speculation gains less than the draft model's prompts cost: alone, off is best.  As
     # drafting pays at 1, they are paid anyhow, and then it is better to draft at 16 too.
-    trace, latency = iid(0.8, 30, 60), dear_above(16, 0.95, 5e-2)
+    trace, latency = iid(0.8, 30, 60), dear_above(16, 0.5, 5e-2)
     prompts = replace(closed_load(trace, 16), limits=Limits(max_batch=16, lookahead=8))
     idle, drafting = served_rates(trace, latency, [RESTING, Fixed(2)], prompts, 2).mean(axis=1)
     bare = served_rates(trace, latency, [Fixed(0)], closed_load(trace, 16), 2).mean()

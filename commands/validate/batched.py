@@ -146,7 +146,7 @@ def fastest_by_batch(
     from simulator.whatif.ranking import fixed_lengths
 
     lengths = fixed_lengths(trace.max_gamma)
-    every = load_serving_policies([*lengths, "all"], trace, latency, "static", say=note)
+    every = load_serving_policies([*lengths, "all"], trace, latency, "static")
     predicted, _ = predict_groups(trace, latency, every, batches)
     seconds = predicted.groupby(["batch", "policy"])["predicted_s"].sum().unstack("policy")
     best = dict(zip(seconds.index.tolist(), seconds.idxmin(axis=1).tolist(), strict=True))

@@ -17,6 +17,7 @@ from simulator.papers.ours import (
 )
 from simulator.published import CMASD_3, CMASD_5
 from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, serve
+from simulator.serving.scenario import FILLS
 from simulator.summary import degenerate
 from traces.errors import DraftsimError
 from traces.sources import methods
@@ -157,7 +158,7 @@ def batch_rows(ours: Ours) -> list[Row]:
         policy, rule = methods.build(chosen, ours.trace)
         how = "exact replay" if rule.lossless else REPLAYED
         for batch in batches:
-            requests = max(len(ours.trace.requests), 4 * batch)
+            requests = max(len(ours.trace.requests), FILLS * batch)
             base = Scenario(ClosedLoop(batch), Limits(max_batch=batch), requests=requests)
             [scenario] = over_batches(base, [batch])
             [row] = serve(ours.trace, ours.latency, {name: policy}, scenario, rule=rule).rows()

@@ -21,12 +21,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from policies.core import Round
-from simulator.pricing import Host, host_at, missing_hosts
+from simulator.pricing import Host, host_at, judging_seconds, missing_hosts, missing_judging
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 from traces.latency.interpolate import EXTRAPOLATED, Line
 from traces.latency.table import LatencyTable
-from traces.replay.calls import most_unread, passes_always
+from traces.replay.calls import passes_always
 
 MODELS = ("target", "draft")
 PLACES = (
@@ -162,6 +162,10 @@ class PassReader:
         self._plans: dict[tuple[float, float], tuple[Line | None, list[list[float]]]] = {}
         self._seen = [[0.0, *[inf, -inf] * 3] for _ in ORIGINS]
 
+    def covers(self, batch: float, new_tokens: float) -> bool:
+        """Return True if such passes lie within the measured ones."""
+        return self._grid.covers(batch, new_tokens)
+
     def __call__(self, batch: float, new_tokens: float, context: float) -> float:
         """Return seconds of a pass over `batch` sequences of `new_tokens` after `context`."""
         line, tallies = self._plans.get((batch, new_tokens)) or self._plan(batch, new_tokens)
@@ -257,8 +261,9 @@ class EngineCost:
         ``ragged``: sizes at their means, as with kernels for sequences of any length;
         ``padded``: every decode pass is the rectangle of its widest sequence and longest
         context, as `profiler.decoding.batch` runs it.
-    takes_verified:
-        As in `traces.acceptance.trace.Trace`, for engines that always draft.
+    judging, longest:
+        Phase of a lossy rule's verdicts (`simulator.pricing.rule_phase`) and the longest draft:
+        every iteration costs the verdicts on its mean draft.  None: no rule judges.
 
     Attributes
     ----------
@@ -275,8 +280,10 @@ class EngineCost:
 
     A prompt processed whole is priced by the prefill cells at its own length, because attention
     grows with the square of it.  Several such prompts in a pass get the discount that prompts of
-    their mean length get together.  Chunks are priced by the forward cells at their mean width and
-    context.  A model without prefill cells reads prompts at no cost.
+    their mean length get together.  A chunk takes what its prompt takes up to its end less what it
+    takes up to its beginning, and no less than its tokens alone or a decoding pass after that
+    context.  Where the forward cells hold passes as wide as the chunks, these are read at the mean
+    width and context instead.  A model without prefill cells reads prompts at no cost.
 
     Prompts in a pass that decodes are no part of its mean width: attention of the decoding
     sequences costs as much as alone, and all tokens go through the layers together.  If an engine
@@ -295,13 +302,13 @@ class EngineCost:
         reads: bool = False,
         speculates: bool = True,
         passes: Literal["ragged", "padded"] = "ragged",
-        takes_verified: bool = False,
+        judging: str | None = None,
+        longest: int = 0,
     ) -> None:
         self.latency = latency
         self.reads = reads
         self.speculates = speculates
         self.always = passes_always(latency) if speculates else 0
-        self.most_unread = most_unread(takes_verified)
         if passes not in ("ragged", "padded"):
             raise DraftsimError(f"passes is {passes!r}, expected 'ragged' or 'padded'")
         self.passes = passes
@@ -321,6 +328,8 @@ class EngineCost:
         self._longest = {m: latency.grid(m, "prefill").widest_together for m in self._prefill}
         self._settled: dict[int, list[float]] = {}
         self._hosts: dict[int, Host] = {}
+        self.judging, self.longest = judging, longest
+        self._judged: dict[int, list[float]] = {}
 
     def __call__(
         self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
@@ -333,12 +342,11 @@ class EngineCost:
         if not rounds:
             around_s = self.host(len(chunks)).iteration_s
             return Seconds(prompts.draft_s, prompts.target_s, around_s)
+        if least := self.always:
+            rounds = [r._replace(draft_forwards=max(r.draft_forwards, least)) for r in rounds]
         work, batch = work_of(slots, rounds), len(rounds)
         if self.passes == "ragged":
             return self.of_work(work, batch, prompts)
-        if least := self.always:
-            rounds = [r._replace(draft_forwards=max(r.draft_forwards, least)) for r in rounds]
-            work = work_of(slots, rounds)
         draft_s = prompts.draft_s + self._draft_rectangles(work, slots, rounds)
         target_s = (
             self._target_pass(work, batch, prompts) if prompts.tokens
@@ -347,14 +355,10 @@ class EngineCost:
         return Seconds(draft_s, target_s, self._host_seconds(work, batch))
 
     def of_work(self, work: Work, batch: int, prompts: Prompts = NO_PROMPTS) -> Seconds:
-        """Return seconds of an iteration over `batch` sequences, all sizes at their means."""
-        if passes := self.always:
-            # Every sequence runs as many passes, and has few tokens to catch up on.
-            catch_up = min(work.catch_up, self.most_unread * work.drafting) + batch - work.drafting
-            work = work._replace(
-                longest=max(work.longest, passes), drafting=batch, catch_up=catch_up,
-                draft_context=work.context, unread=work.unread or passes > 1,
-            )  # fmt: skip
+        """Return seconds of an iteration over `batch` sequences, all sizes at their means.
+
+        `work` counts the passes of an engine that always drafts.
+        """
         draft_s = prompts.draft_s + self._draft_seconds(work, batch)
         target_s = self._target_pass(work, batch, prompts)
         # As in `work_of`.
@@ -392,7 +396,8 @@ class EngineCost:
         """Return what happened at no cost because the table lacks its cells."""
         models = MODELS if self.speculates else MODELS[:1]
         prompts = [f"{m} prefill" for m in models if m not in self._prefill]
-        return prompts + missing_hosts(self.latency, self.reads)
+        untold = self.judging is not None and missing_judging(self.latency, self.judging)
+        return prompts + missing_hosts(self.latency, self.reads) + ["judging"] * untold
 
     def _prompt_seconds(
         self, model: str, forward: PassReader | None, chunks: Sequence[Chunk]
@@ -408,17 +413,33 @@ class EngineCost:
         lengths = [c.tokens for c in chunks]
         count, mean = len(lengths), sum(lengths) / len(lengths)
         cached = sum([c.slot.prefilled for c in chunks])
-        if cached or any(c.slot.prefill_left != c.tokens for c in chunks):
+        cut = cached or any(c.slot.prefill_left != c.tokens for c in chunks)
+        if cut and forward.covers(count, mean):
             return forward(count, mean, cached / count)
+        if count == 1:
+            return self._chunk_seconds(prefill, forward, mean, cached)
         # Beyond the longest that were measured together, prompts share as much as those.
         alike = min(mean, self._longest[model])
         together_s = prefill(count, alike, 0.0)
-        if all(length == alike for length in lengths):
+        if not cached and all(length == alike for length in lengths):
             return together_s
         if not together_s:  # a drafter without a model of its own
             return 0.0
-        alone_s = sum([prefill(1, length, 0.0) for length in lengths])
+        alone_s = sum(
+            [self._chunk_seconds(prefill, forward, c.tokens, c.slot.prefilled) for c in chunks]
+        )
         return together_s * alone_s / (count * prefill(1, alike, 0.0))
+
+    @staticmethod
+    def _chunk_seconds(
+        prefill: PassReader, forward: PassReader, tokens: float, context: float
+    ) -> float:
+        """Return seconds of a chunk alone."""
+        tokens_s = prefill(1, tokens, 0.0)
+        if not context:
+            return tokens_s
+        added_s = prefill(1, context + tokens, 0.0) - prefill(1, context, 0.0)
+        return max(tokens_s, added_s, forward(1, 1, context))
 
     def _idle(self, work: Work) -> bool:
         """Return True if a drafter that runs along is asked for nothing.
@@ -480,7 +501,7 @@ class EngineCost:
 
     def _host_seconds(self, work: Work, batch: int) -> float:
         # Taken apart at once: reading a tuple's fields by name takes longer.
-        _, _, longest, _, _, _, rejected, unread = work
+        _, drafted, longest, _, _, _, rejected, unread = work
         host_s, draft_s, target_rollback_s, draft_rollback_s, _, _ = self.host(batch)
         if rejected:
             host_s += target_rollback_s
@@ -488,7 +509,25 @@ class EngineCost:
             host_s += draft_rollback_s
         if longest and not self._idle(work):
             host_s += longest * draft_s
+        if self.judging is not None:
+            host_s += self._judging_seconds(batch, drafted / batch)
         return host_s
+
+    def judged(self, batch: int) -> list[float]:
+        """Return seconds of the verdicts on 0, 1, ... drafted tokens of each sequence."""
+        seconds = self._judged.get(batch)
+        if seconds is None:
+            found = np.zeros(1)
+            if self.judging is not None:
+                found = judging_seconds(self.latency, self.judging, batch, self.longest)
+            seconds = self._judged[batch] = found.tolist()
+        return seconds
+
+    def _judging_seconds(self, batch: int, drafted: float) -> float:
+        seconds = self.judged(batch)
+        low = min(int(drafted), len(seconds) - 1)
+        high = min(low + 1, len(seconds) - 1)
+        return seconds[low] + (drafted - low) * (seconds[high] - seconds[low])
 
     def _rectangle(self, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
         width = max(r.drafted for r in rounds) + 1
@@ -539,10 +578,11 @@ class TableCost:
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Return seconds of `draft_length` batched draft steps and one verification."""
-        known = (context + 1) * batch
-        drafting = batch if draft_length else 0
+        known, always = (context + 1) * batch, self._cost.always
+        passes = max(draft_length, always)
+        drafting = batch if passes else 0
         work = Work(
-            known, verify_tokens - batch, draft_length, drafting, drafting, known,
-            rejected=False, unread=False,
+            known, verify_tokens - batch, passes, drafting, drafting, known, rejected=False,
+            unread=always > 1,
         )  # fmt: skip
         return self._cost.of_work(work, batch).total_s

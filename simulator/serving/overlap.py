@@ -62,7 +62,7 @@ class Overlapped(Replica):
         self._blank = not self.policy.reads
         self._host = self.cost.host(1)
         readers = self.cost.readers
-        self._target, self._draft = readers["target"], readers["later"]
+        self._target, self._draft = readers["target"], readers.get("later")
         self._prefill = [
             readers[f"{model}_prefill"] for model in MODELS if f"{model}_prefill" in readers
         ]
@@ -135,6 +135,8 @@ class Overlapped(Replica):
 
     def passes_s(self, context: int, count: int) -> float:
         """Return seconds of `count` draft passes after `context` tokens, the host's included."""
+        if self._draft is None:  # an engine without a drafter
+            return 0.0
         return self._draft.run(1, context, count) + count * self._host.draft_s
 
     def verify_s(self, tokens: int, context: int) -> float:
@@ -240,7 +242,7 @@ class Dsi(Overlapped):
             by_draft = segment.verdict.triggered
             accepted = segment.confirmed if by_draft else run
             forwards = segment.drafted
-            if by_draft and segment.drafted < left:
+            if self.lookahead and by_draft and segment.drafted < left:
                 # It drafted on until the verdict came, all in vain.
                 each = self.passes_s(slot.context + segment.drafted, 1) * self._slowed
                 spare = env.now - segment.decided_s

@@ -15,7 +15,7 @@ import numpy as np
 import simpy
 
 from policies.batch.base import BatchPolicy
-from policies.core import DraftPolicy, Round
+from policies.core import DraftPolicy, Round, caught_up
 from policies.guard import UndeclaredSignal
 from policies.registry import describe
 from policies.rules.base import VerifyRule
@@ -27,7 +27,7 @@ from simulator.serving.cost import Chunk, Seconds
 from simulator.serving.outcome.metrics import CutOff, RunRecorder, joined_recorders
 from simulator.serving.outcome.report import Run, ServeResult, joined_runs
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.overlap import Dsi, Overlapped, Pearl
+from simulator.serving.overlap import Devices, Dsi, Overlapped, Pearl
 from simulator.serving.routers import ReplicaLoad
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Iteration, Scheduler
@@ -264,7 +264,9 @@ def _engine(
     recorder = RunRecorder(serving.skip, serving.expected, replica=number)
     shared = env, source, trace, serving.cost(), recorder, timeline, serving.lookahead
     if scenario.one_stream and isinstance(policy, DraftPolicy):
-        return OVERLAPPED[scenario.mode](*shared, policy, scenario.devices)
+        # Nothing runs next to a target that decodes plainly, so nothing slows it.
+        devices = scenario.devices if serving.lookahead else Devices()
+        return OVERLAPPED[scenario.mode](*shared, policy, devices)
     style = SYNCHRONISED.get(scenario.mode, "ragged")
     return EventEngine(
         *shared, serving.scheduler(),
@@ -319,7 +321,7 @@ class EventEngine(Replica):
             self.recorder.length_changes = self.together.changes
             if self.scheduler.drafts_ahead:
                 state.scheduled = len(decode) + len(chunks)
-            cost = self.cost(decode, rounds, chunks)
+            cost = self.cost(decode, self._kept_up(decode, rounds), chunks)
             start = env.now
             seconds = cost.total_s
             if not env.skip(seconds):
@@ -329,6 +331,20 @@ class EventEngine(Replica):
                 self._decoded(start, decode, rounds)
             for chunk in chunks:
                 self.prefilled(chunk)
+
+    def _kept_up(self, slots: list[Slot], rounds: list[Round]) -> list[Round]:
+        """Return `rounds` as they are in an engine whose drafter runs in every iteration, if it is
+        one: the drafter then has fewer tokens to catch up on.
+        """
+        if not self.cost.always:
+            return rounds
+        found = []
+        for slot, outcome in zip(slots, rounds, strict=True):
+            unread = min(outcome.catch_up, slot.unread)
+            passes = max(outcome.draft_forwards, self.cost.always)
+            slot.unread = caught_up(unread, passes, outcome.accepted, slot.takes_verified)
+            found.append(outcome._replace(catch_up=unread))
+        return found
 
     @property
     def unfinished(self) -> Sequence[Slot]:

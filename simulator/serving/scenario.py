@@ -20,6 +20,10 @@ ONE_STREAM = ("pearl", "dsi")
 MOST = {"requests": 1_000_000_000, "replications": 10_000, "replicas": 65_536}
 """Beyond these a run would not fit into any machine."""
 
+FILLS = 10
+"""Requests of a closed loop for each client, at least, unless a number is given.  The
+first two for each fill the engine and do not count."""
+
 NAMES = {
     "max_batch": "--max-batch (max_num_seqs)",
     "token_budget": "--token-budget (max_num_batched_tokens)",
@@ -77,7 +81,9 @@ class Scenario:
         True if the engine runs with its drafter under a policy that never drafts, too: it then
         pays for what the drafter runs along.  By default such a policy has an engine without one.
     warmup:
-        Share of the requests, the first to arrive, that statistics leave out (`RunRecorder`).
+        Share of the requests, the first to arrive, that statistics leave out (`RunRecorder`).  In a
+        closed loop they leave out at least two requests for each client, because the first of all
+        clients begin at once, but at most half of all for that.  0 leaves out none.
     max_time_s:
         Simulated seconds after which a run stops; its status says so.
     ttft_target_s, tpot_target_s:

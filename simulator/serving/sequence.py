@@ -163,6 +163,8 @@ class Slot(Member):
         self.context = job.prompt_tokens
         """Prompt and output tokens so far; the cache holds one fewer once decoding began."""
         self.capacity = 0
+        self.unread = 1
+        """Tokens that the first draft pass reads in an engine that drafts in every iteration."""
         self.first_s = -1.0
         self.last_s = -1.0
         self.tokens = 0

@@ -28,7 +28,7 @@ from simulator.serving.outcome.report import Run, joined_runs, merged_rows
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.run import Policy, check_mode, simulate
-from simulator.serving.scenario import Scenario
+from simulator.serving.scenario import FILLS, Scenario
 from simulator.serving.scheduler import Limits
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -36,6 +36,8 @@ from traces.latency.table import LatencyTable
 
 MANY = 20_000
 """Requests from which on replicas that know nothing of each other are run apart."""
+USUAL = 1000
+"""Requests of a run where nobody names a number."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Served where no load is named and passes are taken to cost the same at every batch."""
 A_PART = 100_000
@@ -141,8 +143,10 @@ def over_rates(base: Scenario, rates: Sequence[float]) -> list[Scenario]:
     DraftsimError
         If the arrivals have no rate to change, as in a closed loop.
     """
-    arrivals, own = base.arrivals, base.rate
+    arrivals = base.arrivals
     if isinstance(arrivals, ArrivalFile):
+        # Requests that all come at once have no rate of their own.
+        own = base.rate or arrivals.rate_of(None)
         if own is None:
             raise DraftsimError(
                 f"arrivals file {arrivals.path} spans no time: its rate cannot be scaled"
@@ -162,6 +166,9 @@ def over_loads(
 
     Parameters
     ----------
+    base:
+        Without a number of requests it gets the whole file, or else `USUAL`, and `FILLS` for each
+        that runs at a time.
     concurrency:
         Batch sizes, each kept full.
     rate, arrivals:
@@ -181,7 +188,9 @@ def over_loads(
     if scale is not None and (arrivals is None or rate is not None):
         raise DraftsimError("--scale speeds up a file of arrivals: give --arrivals, and no --rate")
     if rate is not None:
-        return over_rates(replace(base, arrivals=arrivals_of(1.0, arrivals, process)), rate)
+        requests = base.requests or (USUAL if arrivals is None else None)
+        offered = arrivals_of(1.0, arrivals, process)
+        return over_rates(replace(base, arrivals=offered, requests=requests), rate)
     if arrivals is not None or process is not None:
         file = arrivals_of(None, arrivals, process)
         assert isinstance(file, ArrivalFile)
@@ -192,7 +201,23 @@ def over_loads(
         raise DraftsimError(
             f"--mode {base.mode} serves one stream at a time: give --batch 1, --rate or --arrivals"
         )
-    return over_batches(base, sizes)
+    enough = max(USUAL, FILLS * max(sizes) * base.replicas)
+    return over_batches(replace(base, requests=base.requests or enough), sizes)
+
+
+def shortfalls(scenarios: Sequence[Scenario]) -> list[str]:
+    """Return lines on loads whose requests are fewer than the file's, or too few to fill them."""
+    said = []
+    file, count = scenarios[0].arrivals, scenarios[0].count
+    if isinstance(file, ArrivalFile) and count < (there := len(file.read.output)):
+        said.append(f"{file.path}: the first {count:,} of {there:,} requests (--requests)")
+    most = max(s.arrivals.concurrency or 1 for s in scenarios)
+    if most > 1 and 2 * count < FILLS * most:
+        never = "never fill" if count <= most else "are few to fill"
+        said.append(
+            f"{count:,} requests {never} {most:,} at a time: give --requests {FILLS * most} or more"
+        )
+    return said
 
 
 def sweep(

@@ -21,6 +21,7 @@ from simulator.bootstrap import CONFIDENCE, gain, half_width, ratio
 from simulator.executors import results_of
 from simulator.serving import Scenario, serve
 from simulator.serving.run import Policy
+from simulator.serving.scenario import FILLS
 from simulator.tune.served import NO_SPECULATION, SEARCH_CONFIDENCE
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
@@ -227,8 +228,8 @@ def to_deploy(faster: bool, own_meets: bool, plain_meets: bool) -> str:
 Row = Mapping[str, Any]
 Span = tuple[float, float]
 
-FEWEST, PER_PLACE = 200, 4
-"""Fewest requests of a load served again on resampled prompts, and fewest for each place."""
+FEWEST = 200
+"""Fewest requests of a load served again on resampled prompts."""
 
 
 class Leader(NamedTuple):
@@ -296,7 +297,7 @@ def interval_over_prompts(
         return None
     load = scenarios[leader.place // len(policies)]
     closed = load.arrivals.concurrency is not None
-    enough = max(FEWEST, len(trace.requests), PER_PLACE * (load.arrivals.concurrency or 0))
+    enough = max(FEWEST, len(trace.requests), FILLS * (load.arrivals.concurrency or 0))
     load = replace(load, requests=min(load.requests or enough, enough), replications=1)
     both = {"": policies[leader.policy], PLAIN: Autoregressive()}
     no_half = np.zeros(len(trace.requests), dtype=bool)

@@ -16,7 +16,7 @@ from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.outcome.report import Run, t_interval
 from simulator.serving.run import Policy, serve
-from simulator.serving.scenario import Scenario
+from simulator.serving.scenario import FILLS, Scenario
 from simulator.serving.scheduler import Limits
 from simulator.targets import Targets
 from simulator.tune.costs import longest_draft
@@ -99,7 +99,8 @@ def closed_load(
     limits = Limits(batch) if latency is None else Limits.of_engine(latency, batch)
     return Scenario(
         ClosedLoop(batch), limits, seed=seed,
-        requests=max(len(trace.requests), 4 * batch), ttft_target_s=ttft_s, tpot_target_s=tpot_s,
+        requests=max(len(trace.requests), FILLS * batch), ttft_target_s=ttft_s,
+        tpot_target_s=tpot_s,
     )  # fmt: skip
 
 

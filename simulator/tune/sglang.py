@@ -197,9 +197,9 @@ def _serve(
     """Return the results of serving each batch's policies, one replication per trace."""
 
     def load(trace: Trace, batch: int) -> Scenario:
-        mean = trace.tokens / len(trace.requests)
-        requests = max(len(trace.requests), 2 * batch, int(batch * ROUNDS / mean))
-        return replace(served.closed_load(trace, batch, slo, latency=latency), requests=requests)
+        full = served.closed_load(trace, batch, slo, latency=latency)
+        rounds = int(batch * ROUNDS * len(trace.requests) / trace.tokens)
+        return replace(full, requests=max(full.requests or 0, rounds))
 
     runs = [
         (trace, policy, load(trace, batch))

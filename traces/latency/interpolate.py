@@ -140,10 +140,11 @@ class CellGrid:
         if key not in self._lines:
             if len(self._lines) >= LINES:
                 self._lines.clear()
-            self._lines[key] = self._line(batch, width) if self._surrounds(batch, width) else None
+            self._lines[key] = self._line(batch, width) if self.covers(batch, width) else None
         return self._lines[key]
 
-    def _surrounds(self, batch: float, width: float) -> bool:
+    def covers(self, batch: float, width: float) -> bool:
+        """Return True if passes of this batch and width lie within the measured ones."""
         if self.flat:
             return True
         batches, b = self.batches, self.only_batch or batch

@@ -82,9 +82,6 @@ ALWAYS, AT_ONCE = "always_drafts", "drafts_at_once"
 """Entries of a latency table's provenance: passes of every round; all tokens in one pass."""
 WIDEST = 1 << 20
 """A width beyond any: cells at both ends hold for all widths between."""
-MOST_UNREAD = 2
-"""Tokens that a drafter called in every round has to read at most: the last of its own and the
-target's."""
 
 
 class CallCounter:
@@ -254,11 +251,6 @@ def in_one_pass(latency: LatencyTable) -> LatencyTable:
 def is_one_pass(latency: LatencyTable) -> bool:
     """Return True if the table is of a drafter that drafts in one pass (`in_one_pass`)."""
     return bool(latency.meta.get(AT_ONCE))
-
-
-def most_unread(takes_verified: bool) -> int:
-    """Return the most tokens that a drafter called in every round has to read."""
-    return WIDEST if takes_verified else MOST_UNREAD
 
 
 def passes_always(latency: LatencyTable) -> int:

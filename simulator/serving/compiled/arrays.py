@@ -70,13 +70,13 @@ class LoopPrices(NamedTuple):
     seconds: Floats
     settled: Floats
     """(batches, passes): what a draft's first 0, 1, ... later passes take beyond others."""
+    judged: Floats
+    """(batches, tokens): what the verdicts on 0, 1, ... drafted tokens of each sequence take."""
     hosts: Records
     """(batches,)"""
     launch_s: float
     always: int
     """Draft passes in every iteration (`traces.replay.calls`)."""
-    most_unread: int
-    """Tokens that a drafter of such an engine has to read at most."""
 
 
 class LoopLimits(NamedTuple):
@@ -114,20 +114,20 @@ REQUEST = np.dtype([
     ("replica", "i8"), ("first", "i8"), ("recorded", "i8"), ("admissible", "?"), ("counted", "?"),
     ("prefill_left", "i8"), ("prefilled", "i8"), ("context", "i8"), ("blocks", "i8"),
     ("capacity", "i8"), ("tokens", "i8"), ("steps", "i8"), ("preemptions", "i8"),
-    ("drafted", "i8"), ("accepted", "i8"), ("forwards", "i8"), ("catch_up", "i8"), ("next", "i8"),
-    ("entered", "?"), ("left", "?"),
+    ("drafted", "i8"), ("accepted", "i8"), ("forwards", "i8"), ("catch_up", "i8"), ("unread", "i8"),
+    ("next", "i8"), ("entered", "?"), ("left", "?"),
     ("first_s", "f8"), ("last_s", "f8"), ("around_s", "f8"),
 ])  # fmt: skip
 """A request.  ``first`` is the first of its ``rounds`` or of its sequence's ``starts``; ``next``
 the request that waits after it; ``last_s`` the time of its last tokens."""
 SEAT = np.dtype([
-    ("running", "i8"), ("decodes", "i8"), ("reads", "i8"), ("chunk", "i8"), ("leaves", "i8"),
-    ("drafted", "i8"), ("accepted", "i8"), ("emitted", "i8"), ("forwards", "i8"),
+    ("running", "i8"), ("decodes", "i8"), ("reads", "i8"), ("chunk", "i8"), ("before", "i8"),
+    ("leaves", "i8"), ("drafted", "i8"), ("accepted", "i8"), ("emitted", "i8"), ("forwards", "i8"),
     ("catch_up", "i8"),
 ])  # fmt: skip
 """Columns of requests: those that run, in order of admission; and of an iteration those that
-decode, with their rounds, those whose prompts are read, with how many tokens, and those that it
-ends."""
+decode, with their rounds, those whose prompts are read, with how many tokens and how many were
+read before, and those that it ends."""
 SERIES = [("interval_s", "f8"), ("integral", "f8")]
 REPLICA = np.dtype([
     ("at_s", "f8"), ("order", "i8"), ("idle", "?"), ("ended", "?"), ("started_s", "f8"),
@@ -203,7 +203,8 @@ def zeros(of: Any, *shape: int) -> Records:
 def prices_of(cost: EngineCost, most: int) -> LoopPrices:
     """Return the prices of an engine of up to `most` requests, made once per table."""
     known = _prices.setdefault(cost.latency, {})
-    key = cost.reads, cost.speculates, cost.most_unread
+    # Without a rule, no length of drafts needs prices of its own.
+    key = cost.reads, cost.speculates, cost.judging, cost.longest if cost.judging else 0
     found = known.get(key)
     if found is None or len(found.hosts) <= most:
         # Sizes double, so that a study of ever larger batches does not begin again each time.
@@ -211,7 +212,7 @@ def prices_of(cost: EngineCost, most: int) -> LoopPrices:
     return found
 
 
-_prices: WeakKeyDictionary[LatencyTable, dict[tuple[bool, bool, int], LoopPrices]] = (
+_prices: WeakKeyDictionary[LatencyTable, dict[tuple[bool, bool, str | None, int], LoopPrices]] = (
     WeakKeyDictionary()
 )
 
@@ -255,9 +256,9 @@ def _priced(cost: EngineCost, most: int) -> LoopPrices:
         readers, np.concatenate([batches, widths, contexts]),
         np.cumsum([len(batches), *children]), np.concatenate([np.zeros(above), seconds]),
         np.array([np.pad(own, (0, longest - len(own)), "edge") for own in sums]),
+        np.array([cost.judged(batch) for batch in range(most + 1)]),
         np.array([cost.host(batch) for batch in range(most + 1)], HOST).view(np.recarray),
         latency.grid("target", "forward").quickest_s, cost.always,
-        cost.most_unread,
     )  # fmt: skip
 
 
@@ -296,7 +297,8 @@ def requests_of(
     requests.recorded = np.diff(np.asarray(trace.request_starts, np.int64))[sequence]
     requests.counted = number >= skip
     requests.admissible = scheduler.admissible(prompt, output)
-    requests.catch_up, requests.next = 1, NOBODY
+    requests.catch_up = requests.unread = 1
+    requests.next = NOBODY
     requests.first_s = requests.last_s = -1.0
     return requests
 

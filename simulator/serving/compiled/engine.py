@@ -17,7 +17,7 @@ from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.rules.base import VerifyRule
 from policies.vectorised import plan_of
-from simulator.pricing import scalar_seconds
+from simulator.pricing import rule_phase, scalar_seconds
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
 from simulator.serving.cost import COMPOSED, ORIGINS, PLACES, Coverage, EngineCost, covered
@@ -107,8 +107,11 @@ class Serving:
 
     @property
     def skip(self) -> int:
-        """Requests that statistics leave out."""
-        return int(self.scenario.warmup * self.expected)
+        """Requests that statistics leave out: the warm-up, and those that fill a closed loop."""
+        warmup, clients = self.scenario.warmup, self.scenario.arrivals.concurrency or 0
+        # The first of all clients come at once, and the second still in bunches.
+        filling = min(2 * clients, self.expected // 2)
+        return max(int(warmup * self.expected), filling) if warmup else 0
 
     @property
     def marked(self) -> tuple[int, int]:
@@ -130,11 +133,12 @@ class Serving:
     def cost(self) -> EngineCost:
         """Return the prices of an engine."""
         scenario = self.scenario
-        speculates = scenario.one_stream or self.lookahead > 0 or scenario.drafter_loaded
+        speculates = self.lookahead > 0 or scenario.drafter_loaded
         reads = bool(self.policy.reads)
-        return EngineCost(
-            self.latency, reads, speculates, scenario.passes, self.trace.takes_verified
-        )
+        # An engine without drafts has none to judge.
+        judges = self.lossy is not None and self.lookahead > 0
+        judging = rule_phase(self.lossy) if judges else None
+        return EngineCost(self.latency, reads, speculates, scenario.passes, judging, self.lookahead)
 
     def scheduler(self) -> Scheduler:
         """Return the scheduler of an engine."""

@@ -192,17 +192,19 @@ def decoding_s(
 ) -> tuple[float, float]:
     """Return the seconds of the target's pass over what decodes, and of all else."""
     context, drafted, longest, drafting, catch_up, draft_context, rejected, unread = work
-    if prices.always:
-        catch_up = min(catch_up, prices.most_unread * drafting) + batch - drafting
-        longest, drafting, draft_context = max(longest, prices.always), batch, context
-        unread = unread or prices.always > 1
     host, size = prices.hosts[batch], float(batch)
     seconds = host.round_s
     if rejected:
         seconds += host.target_rollback_s
     if unread:
         seconds += host.draft_rollback_s
-    width, cached = drafted / size + 1.0, context / size - 1.0
+    last, drafts = prices.judged.shape[1] - 1, drafted / size
+    if last:
+        low = min(int(drafts), last)
+        verdicts_s = prices.judged[batch, low]
+        rise_s = prices.judged[batch, min(low + 1, last)] - verdicts_s
+        seconds += verdicts_s + (drafts - low) * rise_s
+    width, cached = drafts + 1.0, context / size - 1.0
     along = prices.readers[ALONG].read
     if along != NOWHERE and not drafted and longest < 2:
         seconds += read(prices, seen, ALONG, size, 1.0, cached)
@@ -221,6 +223,36 @@ def decoding_s(
 
 
 @jit
+def covers(prices: LoopPrices, place: int, batch: float, width: float) -> bool:
+    """Do as `traces.latency.interpolate.CellGrid.covers`."""
+    sizes, first, reader = prices.sizes, prices.first, prices.readers[place]
+    if reader.constant:
+        return True
+    asked = reader.only_batch if reader.only_batch > 0 else batch
+    low = below(sizes, reader.first, reader.last, asked)
+    high = low + (1 if sizes[low] < asked else 0)
+    if sizes[low] > asked or high >= reader.last:
+        return False
+    for side in range(low, high + 1):
+        if not sizes[first[side]] <= width <= sizes[first[side + 1] - 1]:
+            return False
+    return True
+
+
+@jit
+def chunk_s(
+    prices: LoopPrices, seen: Records, prefill: int, forward: int, tokens: float, context: float
+) -> float:
+    """Do as `EngineCost._chunk_seconds`."""
+    tokens_s: float = read(prices, seen, prefill, 1.0, tokens, 0.0)
+    if not context:
+        return tokens_s
+    added_s = read(prices, seen, prefill, 1.0, context + tokens, 0.0)
+    added_s -= read(prices, seen, prefill, 1.0, context, 0.0)
+    return max(tokens_s, added_s, read(prices, seen, forward, 1.0, 1.0, context))
+
+
+@jit
 def prompts_s(
     prices: LoopPrices,
     seen: Records,
@@ -233,20 +265,22 @@ def prompts_s(
     if prices.readers[prefill].read == NOWHERE or prices.readers[forward].read == NOWHERE:
         return 0.0
     number, mean = float(prompts.number), prompts.tokens / prompts.number
-    if prompts.cached or not prompts.whole:
+    cut = prompts.cached > 0 or not prompts.whole
+    if cut and covers(prices, forward, number, mean):
         return read(prices, seen, forward, number, mean, prompts.cached / number)
     if prompts.number == 1:
-        return read(prices, seen, prefill, 1.0, mean, 0.0)
+        return chunk_s(prices, seen, prefill, forward, mean, float(prompts.cached))
     alike = min(mean, prices.readers[prefill].most)
     together = read(prices, seen, prefill, number, alike, 0.0)
-    same = True
+    same = not prompts.cached
     for i in range(prompts.number):
         same = same and seats[i].chunk == alike
     if same or not together:
         return together
     alone = 0.0
     for i in range(prompts.number):
-        alone += read(prices, seen, prefill, 1.0, float(seats[i].chunk), 0.0)
+        own = float(seats[i].chunk), float(seats[i].before)
+        alone += chunk_s(prices, seen, prefill, forward, *own)
     return together * alone / (number * read(prices, seen, prefill, 1.0, alike, 0.0))
 
 
@@ -565,16 +599,24 @@ def begin(engine: Arrays, r: int, order: int) -> int:
         context += request.context
         drafted += seat.drafted
         rejected = rejected or seat.accepted < seat.drafted
-        if seat.forwards:
+        forwards, behind = seat.forwards, seat.catch_up
+        if engine.prices.always:
+            # As `EventEngine._kept_up`.
+            forwards = max(forwards, engine.prices.always)
+            behind = min(behind, request.unread)
+            processed = 0 if limits.takes_verified else min(seat.accepted, forwards - 1)
+            request.unread = 1 + seat.accepted - processed
+        if forwards:
             drafting += 1
-            catch_up += seat.catch_up
+            catch_up += behind
             draft_context += request.context
-            longest = max(longest, seat.forwards)
-            unread = unread or seat.accepted < seat.forwards - 1
+            longest = max(longest, forwards)
+            unread = unread or seat.accepted < forwards - 1
     tokens, cached, whole = 0, 0, True
     for i in range(state.reads):
         request = engine.requests[seats[i].reads]
         tokens += seats[i].chunk
+        seats[i].before = request.prefilled
         cached += request.prefilled
         whole = whole and request.prefill_left == seats[i].chunk
     seconds = iteration_s(

@@ -203,6 +203,9 @@ class RunRecorder:
     """Records of a run.  Memory grows by one row per finished request, and by nothing else.
 
     Warm-up rule: every latency leaves out the first `skip` requests by order of arrival.
+    In a closed loop these are at least two for each client, because all clients begin at once
+    (`simulator.serving.scenario.Scenario`).
+
     Throughput is measured from the arrival of the first request kept to the arrival of the last of
     `expected`, so the filling and the draining of the engine do not count.  If all requests arrive
     at once there is no such interval, and if they arrive in less than half of the run (overload) it
