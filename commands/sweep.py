@@ -171,6 +171,7 @@ def sweep(
     not swept. The second table says where each policy stops giving a speedup.
     """
     from simulator.chosen import swept_policies
+    from simulator.unmeasured import free_hosts, said_free, said_outside
     from simulator.whatif.breakeven import fastest, overview, thresholds
     from simulator.whatif.cells import Prices, fitting
     from simulator.whatif.sweep import Sweep, parse_axis, write_thresholds
@@ -220,9 +221,10 @@ def sweep(
         ratios, tables, contexts or [None], verify_ratio, gpu_names(inputs.gpu),
         weight_formats(inputs.weights), inputs.always_draft or 0,
     )  # fmt: skip
+    chosen = swept_policies(policy, lengths, recorded, remark)
     study = Sweep(
         recorded,
-        swept_policies(policy, lengths, recorded, remark),
+        chosen,
         prices,
         parse_axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
@@ -263,7 +265,10 @@ def sweep(
         points = write_thresholds(ends, out, study.description)
         note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {points}")
     say_untried(study, fit)
-    say_outside(fit)
+    for line in said_outside(fit[["policy", "batch", "context", "outside"]].to_dict("records")):
+        note(f"{line}; {MEASURE_MORE}")
+    for line in said_free(free_hosts((at.table for at in prices.tables), chosen.values())):
+        note(line)
     if plots is not None:
         label = f"assumed to cost nothing: {assumed}" if assumed else ""
         _draw(fit, plots, recording, prices, label)
@@ -315,6 +320,7 @@ def _searched(
     recording: Recording, table: LatencyTable, policy: list[str] | None, resamples: int,
     seed: int, jobs: int | None, json: str | None, out: Path | None,
 ) -> None:  # fmt: skip
+    from simulator.unmeasured import said_free
     from simulator.whatif.tuning import tuned_rows
 
     with working("searching settings"):
@@ -330,6 +336,8 @@ def _searched(
             f"{three_digits(first['speedup'])}x no speculation{span}"
         )
     emit("sweep", found, json, show=SEARCHED, out=out)
+    for line in said_free(what for row in found for what in row["unpriced"]):
+        note(line)
 
 
 def _ladder(
@@ -339,6 +347,7 @@ def _ladder(
     from simulator.chosen import load_policies, named
     from simulator.plots import save_all_kinds
     from simulator.plots.whatif import plot_ladder
+    from simulator.unmeasured import said_free
     from simulator.whatif.ladder import ladder as climb
     from simulator.whatif.sweep import expand
 
@@ -351,6 +360,8 @@ def _ladder(
         "sweep", rungs, json, out=out,
         tables=lambda: [Shown(rungs.to_dict("records"), recording.said, RUNGS)],
     )  # fmt: skip
+    for line in said_free(what for unpriced in rungs["unpriced"] for what in unpriced):
+        note(line)
     if plots is not None:
         figure = plot_ladder(rungs)
         say_drawn([save_all_kinds(figure, plots / "ladder.png", title=recording.said)])
@@ -487,18 +498,4 @@ def say_untried(study: Sweep, frame: pd.DataFrame) -> None:
     note(
         f"{said} lie outside the measured range of changes: tilt_error is extrapolated there"
         f"{unknown if tilted['tilt_error'].isna().any() else ''}"
-    )
-
-
-def say_outside(frame: pd.DataFrame) -> None:
-    """Name the row with most passes read outside the measured latencies."""
-    outside = frame[frame["outside"] > 0]
-    if outside.empty:
-        return
-    worst = outside.sort_values(["outside", "context", "batch"], na_position="first").iloc[-1]
-    context = "" if worst["context"] != worst["context"] else f", context {worst['context']:g}"
-    note(
-        f"{len(outside)} of {len(frame)} rows have passes outside the measured sizes, priced by a "
-        f"fitted roofline: most {worst['policy']} at batch {worst['batch']}{context} "
-        f"({worst['outside']:.0%} of its passes, column outside); {MEASURE_MORE}"
     )

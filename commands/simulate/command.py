@@ -20,7 +20,6 @@ from commands.common.output import (
     note,
     placed_folder,
     remark,
-    said_free,
     say_drawn,
     say_memory,
     say_unjudged,
@@ -234,7 +233,8 @@ def _robustness(
     out: Path | None, of: str,
 ) -> None:  # fmt: skip
     """Print mean and sd over initial draft lengths; `other` are methods, which are refused."""
-    from simulator.robustness import robustness, speedups_of
+    from simulator.robustness import families_of, robustness, speedup_by_gamma
+    from simulator.unmeasured import free_hosts, said_free
 
     if other or policies.verify is not None:
         what = f"--policy {other[0]}" if other else "--verify"
@@ -242,8 +242,8 @@ def _robustness(
             f"--robustness compares length policies with lossless verification: drop {what}, or "
             "name the policy alone"
         )
-    speedups, said = speedups_of(trace, table, policies.policy)
-    spread = robustness(speedups)
+    made, gammas, said = families_of(trace, policies.policy)
+    spread = robustness(speedup_by_gamma(trace, made, table, gammas))
     title = f"{of}: speedup over initial draft lengths"
     if json is None:
         best = max(spread.to_dict("records"), key=lambda row: float(row["mean"]))
@@ -254,7 +254,8 @@ def _robustness(
     emit(
         "simulate", spread, json, out=out, tables=lambda: [Shown(spread.to_dict("records"), title)]
     )
-    for line in said:
+    begun = [make(gammas[0]) for make in made.values()]
+    for line in [*said, *said_free(free_hosts([table], begun))]:
         note(line)
 
 
@@ -311,6 +312,7 @@ def _emit(
         ranked_tables,
         shown_phases,
     )
+    from simulator.unmeasured import said_free, said_outside
 
     more: dict[str, Any] = {"headline": headline(over_all(rows), of)}
     if by_phase:
@@ -325,15 +327,8 @@ def _emit(
         "simulate", rows, json, more=more, out=out,
         printed=printed, tables=lambda: ranked_tables(rows, by_name, gains, of),
     )  # fmt: skip
-    shown = over_all(rows)
-    outside = [row for row in shown if row["outside"]]
-    if outside:
-        worst = max(outside, key=lambda row: row["outside"])
-        note(
-            f"{len(outside)} of {len(shown)} rows have passes outside the measured sizes, priced "
-            f"by a fitted roofline: most {worst['policy']} ({worst['outside']:.1%} of its passes); "
-            f"{MEASURE_MORE}"
-        )
+    for line in said_outside(over_all(rows)):
+        note(f"{line}; {MEASURE_MORE}")
     for line in said_free({what for row in rows for what in row["unpriced"]} - {"judging"}):
         note(line)
 
