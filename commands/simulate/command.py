@@ -156,6 +156,11 @@ def simulate(
         if not rounds.exists():
             rounds = folder_of(rounds) or rounds
         logs, table, recorded = recorded_rounds(rounds, inputs.latency, inputs.trace)
+        if inputs.always_draft and (other := [log for log in logs if log.calls is not None]):
+            raise DraftsimError(
+                f"--always-draft is for a draft model, and {other[0].source} drafted rounds in "
+                f"{rounds}: drop it"
+            )
         table = drafting_always(table, inputs.always_draft)
         runs = [read_run(file) for file in find_runs(rounds)]
         found = []
@@ -189,8 +194,8 @@ def simulate(
     rule = recording.rule(policies.verify, None if asked.remembers else memory)
     with working("replaying policies", alone=True) as say:
         compared = predict.compare(
-            recording, table, asked, rule, memory, say=remark,
-            progress=partial(say, "replaying policies"),
+            recording, table, asked, rule, memory, always=inputs.always_draft is not None,
+            say=remark, progress=partial(say, "replaying policies"),
         )  # fmt: skip
     table, more = compared.latency, compared.more
     rows = priced(compared)

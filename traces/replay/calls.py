@@ -288,8 +288,8 @@ def always_drafted(log: RoundLog, passes: int) -> RoundLog:
 
     Verified and accepted tokens stay the same.  The drafter, called every time, is always up to
     date, so its first pass reads one token, or two if all that it had read was accepted; one that
-    takes verified tokens reads all that the last round emitted.  Sources that draft without model
-    passes, and plain decoding, are returned unchanged.
+    takes verified tokens reads all that the last round emitted.  Plain decoding and the rounds of
+    sources with calls of their own are returned unchanged.
     """
     if not passes or log.is_plain or log.calls is not None:
         return log
