@@ -48,7 +48,7 @@ def said_outside(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     found = [row for row in rows if row["outside"]]
     if not found:
         return []
-    worst = max(found, key=lambda row: (row["outside"], row.get("batch") or 0))
+    worst = sorted(found, key=lambda row: (row["outside"], row.get("batch") or 0))[-1]
     at = f" at batch {worst['batch']}" if "batch" in worst else ""
     context = worst.get("context")
     at += f", context {context:g}" if context is not None and not math.isnan(context) else ""

@@ -28,6 +28,7 @@ from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.quiet import say_disturbed
 from commands.common.written import Shown
+from policies.registry import PLAIN
 from traces.errors import DraftsimError, missing
 
 if TYPE_CHECKING:
@@ -95,8 +96,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="P",
-            help="Also print every policy's gain over this one; in JSON the default is the best "
-            "fixed length.",
+            help="Also print every policy's gain over this one (POLICY, or POLICY+RULE where rules "
+            "differ); in JSON the default is the best fixed length.",
         ),
     ] = None,
     resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000,
@@ -138,7 +139,7 @@ def simulate(
     if tokenizer is not None and not phases:
         raise DraftsimError("--tokenizer needs --phase: name a phase, or drop it")
 
-    def priced(compared: predict.Compared) -> list[dict[str, Any]]:
+    def priced(compared: predict.Compared, against: str | None) -> list[dict[str, Any]]:
         with working("pricing their rounds", alone=True) as say:
             return compared.rows(
                 against=against, resamples=resamples, prefill=prefill, by_category=by_category,
@@ -164,8 +165,15 @@ def simulate(
         table = drafting_always(table, inputs.always_draft)
         runs = [read_run(file) for file in find_runs(rounds)]
         found = []
-        for group in predict.same_requests(logs):
-            rows = priced(predict.Compared(recorded, Ranking([]), group, table))
+        groups = predict.same_requests(logs)
+        rivals = [_in_rounds(against, group) for group in groups]
+        if against is not None and not any(rivals):
+            raise DraftsimError(
+                f"--against {against}: not among the rounds in {rounds}: name some as POLICY or "
+                f"POLICY+RULE, such as {logs[0].policy}+{logs[0].verify}"
+            )
+        for group, rival in zip(groups, rivals, strict=True):
+            rows = priced(predict.Compared(recorded, Ranking([]), group, table), rival)
             found += predict.with_quality(rows, runs, predict.decoded_part(recorded, group[0]))
         _emit(found, json, out, of=rounds.name, gains=against is not None)
         if any(log.mismatched is not None for log in logs):
@@ -198,7 +206,7 @@ def simulate(
             say=remark, progress=partial(say, "replaying policies"),
         )  # fmt: skip
     table, more = compared.latency, compared.more
-    rows = priced(compared)
+    rows = priced(compared, against)
     by_phase = None
     if found_phases is not None:  # lossy rules write other texts
         own_texts = price_all([log for log in compared.logs if lossless(log.verify)], table)
@@ -262,6 +270,14 @@ def _robustness(
     begun = [make(gammas[0]) for make in made.values()]
     for line in [*said, *said_free(free_hosts([table], begun))]:
         note(line)
+
+
+def _in_rounds(against: str | None, logs: Sequence[RoundLog]) -> str | None:
+    """Return `against` if it names plain decoding or one of `logs`; other requests have no gain."""
+    from simulator.whatif.ranking import is_called
+
+    names = [{"policy": PLAIN, "verify": ""}, *map(vars, logs)]
+    return against if against and any(is_called(name, against) for name in names) else None
 
 
 def recorded_rounds(
