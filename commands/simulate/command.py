@@ -234,6 +234,7 @@ def simulate(
         own = {log.policy for log in more} if by_name else {*asked.ruled}
         drawn = save_all(
             recorded, table, compared.ranking.logs, plots, texts=policy, title=recording.said,
+            resamples=resamples, prefill=prefill,
             systems=[log for log in more if lossless(log.verify) or log.policy in own],
         )  # fmt: skip
         say_drawn(drawn.paths)
@@ -285,12 +286,13 @@ def recorded_rounds(
 ) -> tuple[list[RoundLog], LatencyTable, Trace]:
     """Return the recorded round logs at `path`, their folder's latencies by default, and its trace.
 
-    Where they lie in no run folder, `trace` names the trace.
+    Where they lie in no run folder, `trace` names the trace.  Raises DraftsimError if it names
+    another than the folder's.
     """
     from traces.store.files import read_rounds
     from traces.store.identity import check_folder
     from traces.store.outputs import find_runs
-    from traces.store.recordings import SAMPLED
+    from traces.store.recordings import SAMPLED, folder_of, given_name
 
     files = find_runs(path)
     if not files:
@@ -302,6 +304,9 @@ def recorded_rounds(
     if own is not None:
         check_folder(own, files)
     if own is not None and any((own / name).is_file() for name in ("trace.parquet", SAMPLED)):
+        named = folder_of(trace) or Path(trace)
+        if given_name(trace) is not None and named.resolve() != own.resolve():
+            raise DraftsimError(f"--rounds lie in {own} with their own trace: drop --trace {trace}")
         trace = str(own)
     elif own is not None and latency is None:
         latency = str(own)
