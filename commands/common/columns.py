@@ -159,7 +159,7 @@ COLUMNS: dict[str, str] = {
     "points": "points of the grid",
     "mean_speedup": "mean speedup over the grid",
     "speedup_above_1": "share of the points with a speedup above 1",
-    "interval_above_1": "share of the points whose interval is above 1",
+    "interval_above_1": "share of the points with an interval whose interval is above 1",
     "share_below_1": "share of prompts that are slower than without speculation",
     "regret_fixed": "speedup lost against the best fixed draft length of each point",
     "regret_oracle": "speedup lost against the oracle",
