@@ -247,7 +247,8 @@ def load_serving_policies(
 
     Policies that weigh costs get those of the table.  Policies that estimate acceptance, and the
     rate of ``rate-optimal``, are fitted to the trace.  Policies of ``all`` or the default are left
-    out if the trace lacks their signals or the mode does not fit.  A file of `settings` is one more
+    out if the trace lacks their signals, the mode does not fit, or neither they nor the trace have
+    a longest draft.  A file of `settings` is one more
     policy with the file's name, for batches up to `largest`; without texts it is served next to
     `simulator.tune.served.rivals`.
     Raises DraftsimError naming what is wrong with a text.
@@ -306,6 +307,9 @@ def load_serving_policies(
         longest = made.longest_draft()
         if trace.max_gamma is not None and longest is not None:
             fits = fits and longest <= trace.max_gamma  # no table's lengths are lowered
+        if text not in asked and trace.max_gamma is None and longest is None:
+            say(f"left out: {text}, which sets no longest draft: name it as {text}:gamma_max=8")
+            continue
         if text in asked or fits:
             # A length left at its default is in the name all the same.
             name = f"fixed:gamma={made.gamma}" if text == "fixed" else text  # type: ignore[union-attr]

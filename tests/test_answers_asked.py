@@ -515,6 +515,20 @@ def test_what_cost_nothing_is_said(words: tuple[str, ...], free: list[str], run:
             if name in said] == free  # fmt: skip
 
 
+def test_a_policy_without_a_longest_draft_is_left_out_or_refused(tmp_path: Path, run: Run) -> None:
+    """Recordings of a server's rounds have none, either."""
+    trace = synthetic_trace(0.7, requests=4, tokens=30)
+    assert trace.max_gamma is None
+    write_trace(trace, path := tmp_path / "trace.parquet")
+    common = ("serve", "--trace", path, "--latency", CONST, "--batch", 1, "--requests", 8)
+    every = run(*common, "--policy", "all", "--json", "-")
+    assert "left out: hf-heuristic, which sets no longest draft" in every.err
+    assert "hf-heuristic" not in {row["policy"] for row in every.rows}
+    named = run(*common, "--policy", "hf-heuristic:gamma=3")
+    assert "write hf-heuristic:gamma=3,gamma_max=8" in named.refusal
+    assert run(*common, "--policy", "hf-heuristic:gamma=3,gamma_max=8").code == 0
+
+
 def test_notes_say_what_cost_nothing_and_what_was_not_measured() -> None:
     few = {"requests": 10, "policies": ["confidence"]}
     for found in (
