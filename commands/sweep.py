@@ -185,9 +185,8 @@ def sweep(
     recorded = recording.trace
     sizes = [int(b) for b in parse_axis(batch, "batch", low=1, high=MOST_BATCH, whole=True)]
     tables = recording.swept(ratios, largest := max(sizes))
-    said = [BATCH_FREE_SAID] * (largest > 1 and bool(ratios))
-    said += [table.said_batch_free(largest) for table in tables.values()]
-    assumed = next(filter(None, said), "")
+    assumed = [name for name, table in tables.items() if table.said_batch_free(largest)]
+    assumed += ["ratio"] * (largest > 1 and bool(ratios))
     if ladder or tune:
         axes = {
             "--c": c, "--alpha": alpha, "--gamma": gamma, "--context": context,
@@ -248,8 +247,13 @@ def sweep(
     best = fastest(fit)
     note(f"{title}: {headline(best)}")
     if assumed:
-        rows["assumed"] = assumed
-        note(f"assumed to cost nothing: {assumed}")
+        by = [name for name in ("gpu", "policy") if name in rows]
+        found = {tuple(map(str, key)) for key in fit[fit["latency"].isin(assumed)][by].to_numpy()}
+        rows["assumed"] = [
+            BATCH_FREE_SAID if tuple(map(str, key)) in found else None
+            for key in rows[by].to_numpy()
+        ]
+        note(said_assumed(assumed, prices))
     for line in large:
         note(line)
     more = {"break_even": ends.to_dict("records"), "fastest": best.to_dict("records")}
@@ -270,14 +274,16 @@ def sweep(
     for line in said_free(free_hosts((at.table for at in prices.tables), chosen.values())):
         note(line)
     if plots is not None:
-        label = f"assumed to cost nothing: {assumed}" if assumed else ""
-        _draw(fit, plots, recording, prices, label)
+        _draw(fit, plots, recording, prices, assumed)
 
 
 def _draw(
-    rows: pd.DataFrame, plots: Path, recording: Recording, prices: Prices, label: str
+    rows: pd.DataFrame, plots: Path, recording: Recording, prices: Prices, assumed: list[str]
 ) -> None:
-    """Draw the maps of a sweep into `plots`, each with the pair and device that it is of."""
+    """Draw the maps of a sweep into `plots`, each with the pair and device that it is of.
+
+    ``assumed`` are the latencies that are taken to cost the same at every batch.
+    """
     from simulator.plots import save_all_kinds
     from simulator.plots.whatif import NOTHING, figures, tables_of
 
@@ -288,14 +294,35 @@ def _draw(
         end: titled(replace(recording, tables={name: recording.tables[name]}), prices, gpu)
         for end, (name, gpu) in tables_of(rows).items() if end
     }  # fmt: skip
+    label = said_assumed(assumed, prices) if assumed else ""
+    labels = {
+        end: said_assumed([name], prices) if name in assumed else ""
+        for end, (name, _) in tables_of(rows).items() if end
+    }  # fmt: skip
     title = titled(recording, prices)
+
+    def own(texts: dict[str, str], name: str, otherwise: str) -> str:
+        return next((texts[end] for end in texts if name.endswith(end)), otherwise)
+
     say_drawn([
         save_all_kinds(
-            figure, plots / f"{name}.png", label,
-            next((titles[end] for end in titles if name.endswith(end)), title),
+            figure, plots / f"{name}.png", own(labels, name, label), own(titles, name, title)
         )
         for name, figure in drawn.items()
     ])  # fmt: skip
+
+
+def said_assumed(assumed: list[str], prices: Prices) -> str:
+    """Return what the latencies of `assumed` take to cost nothing, and whose they are if others
+    of `prices` do not.
+    """
+    from traces.latency.table import BATCH_FREE_SAID
+
+    said = f"assumed to cost nothing: {BATCH_FREE_SAID}"
+    if len(assumed) == len(prices.latencies) + bool(prices.ratios):
+        return said
+    names = ["cost ratios" if name == "ratio" else name for name in assumed]
+    return f"{said}, at the costs of {' and '.join(names)}"
 
 
 def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
@@ -304,7 +331,9 @@ def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
     ``gpu``: only this one of them.
     """
     gpus = dict.fromkeys(at.gpu for at in prices.tables if at.scaled and gpu in (None, at.gpu))
-    return recording.said + (f", scaled to {' and '.join(gpus)}" if gpus else "")
+    said = recording.said + (f", scaled to {' and '.join(gpus)}" if gpus else "")
+    both = len(prices.ratios) and prices.latencies and gpu is None
+    return f"{said}, and at given cost ratios" if both else said
 
 
 def _run(study: Sweep, executor: Executor, out: Path | None) -> Any:
