@@ -39,7 +39,7 @@ def said_free(unpriced: Iterable[str]) -> list[str]:
     return [f"not in the latency table, counted as 0 s: {'; '.join(said)}"] if said else []
 
 
-def said_outside(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def said_outside(rows: Sequence[Mapping[Any, Any]]) -> list[str]:
     """Return a line on rows with passes outside the measured sizes, with the row of the most.
 
     ``outside`` is the share of a row's passes; ``batch`` and ``context`` are named if rows have
