@@ -175,9 +175,11 @@ def _priced(
 ) -> tuple[pd.DataFrame, str]:  # fmt: skip
     """Return the surface by a latency table, and whose it is."""
     from simulator.aggregate.positions import of_trace
+    from simulator.pricing import missing_hosts
     from simulator.recording import said_costs
     from simulator.serving.cost import TableCost
     from simulator.tune.breakeven import grid, priced_surface
+    from simulator.unmeasured import said_free
     from traces.replay.calls import drafting_always
 
     if acceptance is not None and latency is not None and not (source or gpu or weights):
@@ -221,6 +223,8 @@ def _priced(
             f"{outside:,} of {total:,} passes are outside the measured sizes, priced by a fitted "
             f"roofline: {MEASURE_MORE}"
         )
+    for line in said_free(missing_hosts(table, False)):
+        remark(line)
     if said := table.said_batch_free(max(batches)):
         remark(said)
     return surface, name

@@ -18,7 +18,6 @@ from commands.common.output import (
     note,
     placed_folder,
     remark,
-    said_free,
     say_drawn,
 )
 from commands.common.progress import working
@@ -190,6 +189,7 @@ def _replicas(count: int, one: str = "", more: str = "") -> str:
 def remarks(rows: Sequence[Row]) -> list[str]:
     """Return the comparison in words, and what a reader of the table should know."""
     from simulator.targets import Targets
+    from simulator.unmeasured import said_served
 
     first = rows[0]
     targets = Targets(first["ttft_target_s"], first["tpot_target_s"])
@@ -216,12 +216,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         said.append(
             f"{counted(rejected, 'request')} too large for a replica's KV cache, counted as late"
         )
-    if outside := [row["policy"] for row in rows if row["extrapolated"]]:
-        said.append(
-            "passes outside the measured sizes were priced by a fitted roofline for "
-            f"{', '.join(outside)}: `draftsim serve --replicas` lists them"
-        )
-    return said + said_free(what for row in rows for what in row["unpriced"])
+    return said + said_served(rows)
 
 
 def _compared(row: Row, plain: Row) -> str:

@@ -78,7 +78,7 @@ def report(
         )
     with working("replaying policies", alone=True) as progress:
         compared = compare(
-            recording, table, asked, lossy=False, say=remark,
+            recording, table, asked, lossy=False, always=always_draft is not None, say=remark,
             progress=partial(progress, "replaying policies"),
         )  # fmt: skip
         ranking, table = compared.ranking, compared.latency

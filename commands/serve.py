@@ -21,7 +21,6 @@ from commands.common.output import (
     placed_folder,
     placed_table,
     remark,
-    said_free,
     say_drawn,
 )
 from commands.common.printed import print_table
@@ -494,6 +493,8 @@ def _seconds(value: float) -> str:
 
 def remarks(rows: Sequence[Row]) -> list[str]:
     """Return remarks on the table: overload, refusals, guesses, break-even loads."""
+    from simulator.unmeasured import said_free
+
     said = []
     if over := [r for r in rows if r["overloaded"]]:
         loads: dict[str, set[float]] = {}

@@ -151,6 +151,7 @@ def sweep(
     not swept. The second table says where each policy stops giving a speedup.
     """
     from simulator.chosen import swept_policies
+    from simulator.unmeasured import free_hosts, said_free, said_outside
     from simulator.whatif.breakeven import fastest, overview, thresholds
     from simulator.whatif.cells import Prices, fitting
     from simulator.whatif.sweep import Sweep, parse_axis, write_thresholds
@@ -164,9 +165,8 @@ def sweep(
     recorded = recording.trace
     sizes = [int(b) for b in parse_axis(batch, "batch", low=1, high=MOST_BATCH, whole=True)]
     tables = recording.swept(ratios, largest := max(sizes))
-    said = [BATCH_FREE_SAID] * (largest > 1 and bool(ratios))
-    said += [table.said_batch_free(largest) for table in tables.values()]
-    assumed = next(filter(None, said), "")
+    assumed = [name for name, table in tables.items() if table.said_batch_free(largest)]
+    assumed += ["ratio"] * (largest > 1 and bool(ratios))
     if ladder or tune:
         axes = {
             "--c": c, "--alpha": alpha, "--gamma": gamma, "--context": context,
@@ -201,9 +201,10 @@ def sweep(
         ratios, tables, contexts or [None], verify_ratio, gpu_names(inputs.gpu),
         weight_formats(inputs.weights), inputs.always_draft or 0,
     )  # fmt: skip
+    chosen = swept_policies(policy, lengths, recorded, remark)
     study = Sweep(
         recorded,
-        swept_policies(policy, lengths, recorded, remark),
+        chosen,
         prices,
         parse_axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
@@ -232,8 +233,13 @@ def sweep(
     best = fastest(fit)
     note(f"{title}: {headline(best)}")
     if assumed:
-        rows["assumed"] = assumed
-        note(f"assumed to cost nothing: {assumed}")
+        by = [name for name in ("gpu", "policy") if name in rows]
+        found = {tuple(map(str, key)) for key in fit[fit["latency"].isin(assumed)][by].to_numpy()}
+        rows["assumed"] = [
+            BATCH_FREE_SAID if tuple(map(str, key)) in found else None
+            for key in rows[by].to_numpy()
+        ]
+        note(said_assumed(assumed, prices))
     for line in large:
         note(line)
     more = {"break_even": ends.to_dict("records"), "fastest": best.to_dict("records")}
@@ -249,16 +255,21 @@ def sweep(
         points = write_thresholds(ends, out, study.description)
         note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {points}")
     say_untried(study, fit)
-    say_outside(fit)
+    for line in said_outside(fit[["policy", "batch", "context", "outside"]].to_dict("records")):
+        note(f"{line}; {MEASURE_MORE}")
+    for line in said_free(free_hosts((at.table for at in prices.tables), chosen.values())):
+        note(line)
     if plots is not None:
-        label = f"assumed to cost nothing: {assumed}" if assumed else ""
-        _draw(fit, plots, recording, prices, label)
+        _draw(fit, plots, recording, prices, assumed)
 
 
 def _draw(
-    rows: pd.DataFrame, plots: Path, recording: Recording, prices: Prices, label: str
+    rows: pd.DataFrame, plots: Path, recording: Recording, prices: Prices, assumed: list[str]
 ) -> None:
-    """Draw the maps of a sweep into `plots`, each with the pair and device that it is of."""
+    """Draw the maps of a sweep into `plots`, each with the pair and device that it is of.
+
+    ``assumed`` are the latencies that are taken to cost the same at every batch.
+    """
     from simulator.plots import save_all_kinds
     from simulator.plots.whatif import NOTHING, figures, tables_of
 
@@ -269,14 +280,35 @@ def _draw(
         end: titled(replace(recording, tables={name: recording.tables[name]}), prices, gpu)
         for end, (name, gpu) in tables_of(rows).items() if end
     }  # fmt: skip
+    label = said_assumed(assumed, prices) if assumed else ""
+    labels = {
+        end: said_assumed([name], prices) if name in assumed else ""
+        for end, (name, _) in tables_of(rows).items() if end
+    }  # fmt: skip
     title = titled(recording, prices)
+
+    def own(texts: dict[str, str], name: str, otherwise: str) -> str:
+        return next((texts[end] for end in texts if name.endswith(end)), otherwise)
+
     say_drawn([
         save_all_kinds(
-            figure, plots / f"{name}.png", label,
-            next((titles[end] for end in titles if name.endswith(end)), title),
+            figure, plots / f"{name}.png", own(labels, name, label), own(titles, name, title)
         )
         for name, figure in drawn.items()
     ])  # fmt: skip
+
+
+def said_assumed(assumed: list[str], prices: Prices) -> str:
+    """Return what the latencies of `assumed` take to cost nothing, and whose they are if others
+    of `prices` do not.
+    """
+    from traces.latency.table import BATCH_FREE_SAID
+
+    said = f"assumed to cost nothing: {BATCH_FREE_SAID}"
+    if len(assumed) == len(prices.latencies) + bool(prices.ratios):
+        return said
+    names = ["cost ratios" if name == "ratio" else name for name in assumed]
+    return f"{said}, at the costs of {' and '.join(names)}"
 
 
 def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
@@ -285,13 +317,16 @@ def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
     ``gpu``: only this one of them.
     """
     gpus = dict.fromkeys(at.gpu for at in prices.tables if at.scaled and gpu in (None, at.gpu))
-    return recording.said + (f", scaled to {' and '.join(gpus)}" if gpus else "")
+    said = recording.said + (f", scaled to {' and '.join(gpus)}" if gpus else "")
+    both = len(prices.ratios) and prices.latencies and gpu is None
+    return f"{said}, and at given cost ratios" if both else said
 
 
 def _searched(
     recording: Recording, table: LatencyTable, policy: list[str] | None, resamples: int,
     seed: int, jobs: int | None, json: str | None, out: Path | None,
 ) -> None:  # fmt: skip
+    from simulator.unmeasured import said_free
     from simulator.whatif.tuning import tuned_rows
 
     with working("searching settings"):
@@ -308,6 +343,8 @@ def _searched(
             f"{three_digits(first['speedup'])}x no speculation{span}"
         )
     emit("sweep", found, json, show=SEARCHED, out=out)
+    for line in said_free(what for row in found for what in row["unpriced"]):
+        note(line)
 
 
 def _ladder(
@@ -317,6 +354,7 @@ def _ladder(
     from simulator.chosen import load_policies, named, say_unfitted
     from simulator.plots import save_all_kinds
     from simulator.plots.whatif import plot_ladder
+    from simulator.unmeasured import said_free
     from simulator.whatif.ladder import ladder as climb
     from simulator.whatif.sweep import expand
 
@@ -333,6 +371,8 @@ def _ladder(
         "sweep", rungs, json, out=out,
         tables=lambda: [Shown(rungs.to_dict("records"), recording.said, RUNGS)],
     )  # fmt: skip
+    for line in said_free(what for unpriced in rungs["unpriced"] for what in unpriced):
+        note(line)
     if plots is not None:
         figure = plot_ladder(rungs)
         say_drawn([save_all_kinds(figure, plots / "ladder.png", title=recording.said)])
@@ -459,18 +499,4 @@ def say_untried(study: Sweep, frame: pd.DataFrame) -> None:
     note(
         f"{said} lie outside the measured range of changes: tilt_error is extrapolated there"
         f"{unknown if tilted['tilt_error'].isna().any() else ''}"
-    )
-
-
-def say_outside(frame: pd.DataFrame) -> None:
-    """Name the row with most passes read outside the measured latencies."""
-    outside = frame[frame["outside"] > 0]
-    if outside.empty:
-        return
-    worst = outside.sort_values(["outside", "context", "batch"], na_position="first").iloc[-1]
-    context = "" if worst["context"] != worst["context"] else f", context {worst['context']:g}"
-    note(
-        f"{len(outside)} of {len(frame)} rows have passes outside the measured sizes, priced by a "
-        f"fitted roofline: most {worst['policy']} at batch {worst['batch']}{context} "
-        f"({worst['outside']:.0%} of its passes, column outside); {MEASURE_MORE}"
     )

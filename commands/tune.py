@@ -131,6 +131,7 @@ def tune(
     from simulator.tune.costs import DEFAULT_LENGTHS
     from simulator.tune.search import ONE_REQUEST, Search
     from simulator.tune.settings import laid_out, write_settings
+    from simulator.unmeasured import said_free
 
     targets = None if slo is None else parse_targets(slo)
     recording = inputs.load(chooses="tune")
@@ -211,6 +212,8 @@ def tune(
         say_tried(tried, tuned, table)
     for warning in tuned.warnings:
         note(f"warning: {warning}")
+    for free in said_free(_unpriced(table, tuned)):
+        note(free)
     setting = tuned.document if engine == "vllm" else None
     if setting and "model" not in setting and setting.get("method") not in launch.WITHOUT_MODEL:
         note(
@@ -220,6 +223,17 @@ def tune(
         print(laid_out(tuned.document))
     if not tried:
         note(f"launch: {line}", whole=True)
+
+
+def _unpriced(table: LatencyTable, tuned: Tuned) -> list[str]:
+    """Return what cost nothing in the search because `table` lacks its cells."""
+    from simulator.pricing import missing_hosts
+    from simulator.serving.cost import EngineCost
+
+    reads = bool(tuned.policy.reads)
+    if any(row["served_tok_s"] is not None for row in tuned.rows):
+        return EngineCost(table, reads).unpriced
+    return missing_hosts(table, reads)
 
 
 def _captured(engine: str, tuned: Tuned, table: LatencyTable) -> list[int]:

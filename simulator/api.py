@@ -214,6 +214,7 @@ def predict(
     ['autoregressive', 'fixed:gamma=3', 'gammatune', 'fixed:gamma=2']
     """
     from simulator.predict import compare, split_asked
+    from simulator.unmeasured import said_free, said_outside
     from simulator.whatif.ranking import winner
 
     notes: list[str] = []
@@ -227,6 +228,8 @@ def predict(
         against=against, resamples=resamples, prefill=prefill, by_category=by_category
     )
     overall = [row for row in rows if row.get("category") is None]
+    notes += said_outside(overall)
+    notes += said_free({what for row in rows for what in row["unpriced"]} - {"judging"})
     first = winner(overall)
     best = None if first is None else str(overall[first]["policy"])
     return Prediction(pd.DataFrame(rows), best, tuple(notes))
@@ -294,6 +297,7 @@ def serve(
     from simulator.serving.study import over_loads, shortfalls
     from simulator.targets import parse_targets
     from simulator.tune.gains import leaders
+    from simulator.unmeasured import said_served
 
     notes: list[str] = []
     recording = _recording(trace, latency, source, notes, acceptance)
@@ -320,6 +324,7 @@ def serve(
         policies, recording.trace, table, mode, largest=largest, say=notes.append
     )
     rows = sweep(recording.trace, table, chosen, scenarios, rule=rule)
+    notes += said_served(rows)
     best = {
         one.load: one.policy if one.policy is not None and one.ratio > 1 else PLAIN
         for one in leaders(rows)
@@ -384,6 +389,7 @@ def plan(
     from simulator.serving import Limits, Scenario
     from simulator.serving.arrivals import arrivals_of
     from simulator.targets import parse_targets
+    from simulator.unmeasured import said_served
 
     targets = parse_targets(slo)
     notes: list[str] = []
@@ -404,6 +410,7 @@ def plan(
         recording.trace, table, chosen, base, rate, targets, rule=rule, requests=requests,
         most=max_replicas, gpus=gpus, price=price, curve=curve, executor=Local(),
     )  # fmt: skip
+    notes += said_served(rows)
     able = [row for row in rows if row["replicas"] is not None and not is_bound(row["policy"])]
     best = min(able, key=lambda row: row["replicas"])["policy"] if able else None
     return Plan(pd.DataFrame(rows), best, tuple(notes))
@@ -466,6 +473,7 @@ def sweep(
         For an empty or impossible axis, or as in `predict`.
     """
     from simulator.executors import Local
+    from simulator.unmeasured import free_hosts, said_free, said_outside
     from simulator.whatif.breakeven import fastest
     from simulator.whatif.cells import Prices, fitting
     from simulator.whatif.sweep import Sweep
@@ -486,7 +494,9 @@ def sweep(
     )
     frame = study.run(Local(jobs))
     fit, large = fitting(frame, prices, recording.trace)
-    return Study(frame, fastest(fit), (*notes, *large))
+    notes += [*large, *said_outside(_rows(fit))]
+    notes += said_free(free_hosts((at.table for at in prices.tables), chosen.values()))
+    return Study(frame, fastest(fit), tuple(notes))
 
 
 def _recording(

@@ -467,6 +467,7 @@ def plan_rows(
     * ``saved``: replicas fewer than without speculation.
     * ``stops_saving``: request rate per replica above which speculation saves no replicas over no
       speculation; infinite if it saves some at the highest rate tried, NaN if at none.
+      ``saves_at`` is this in words, since JSON has neither.
     * ``too_short``: why the simulated requests are too few to judge.
     * ``curve``: pairs of replicas and the largest rate at which they meet the SLO.
     * ``gpus``, ``tok_s_per_gpu``, ``cost_per_hour``, ``cost_per_million_tokens``: GPUs of the
@@ -490,7 +491,7 @@ def plan_rows(
             "rate_limit": found.limit,
             "rate_per_replica": found.limit / count if count else math.nan,
             "saved": None if others is None or count is None else others - count,
-            "stops_saving": _stops(compared, plain, name),
+            "stops_saving": (stops := _stops(compared, plain, name)), "saves_at": _saves_at(stops),
             "throughput_tok_s": tokens_s,
             **{
                 metric: {q: verdict.mean(metric, q) for q in outcomes[0][metric]}
@@ -532,6 +533,15 @@ def _stops(
     if late[0] > 0 > min(late):
         return None  # it saves replicas only from some rate on
     return break_even_load(rates, late, [0.0] * len(late))
+
+
+def _saves_at(stops: float | None) -> str | None:
+    """Return in words where speculation saves replicas, by `_stops`."""
+    if stops is None:
+        return None
+    if math.isnan(stops):
+        return "no rate"
+    return "every rate" if math.isinf(stops) else f"up to {stops:.3g}/s per replica"
 
 
 RATES = 6

@@ -301,9 +301,10 @@ def load_serving_policies(
     """Return policies by name; no text means `DEFAULT`, ``all`` means `every_policy`.
 
     Policies are `informed` of the costs of the table, and ``rate-optimal`` is `fitted_as_asked`.
-    Policies of ``all`` or the default are left out if the trace lacks their signals or the mode
-    does not fit: `say` is told which, and why.  A file of `settings` is one more policy with the
-    file's name, for batches up to `largest`; without texts it is served next to
+    Policies of ``all`` or the default are left out if the trace lacks their signals, the mode does
+    not fit, or neither they nor the trace have a longest draft: `say` is told which, and why.  A
+    file of `settings` is one more policy with the file's name, for batches up to `largest`; without
+    texts it is served next to
     `simulator.tune.served.rivals`.
     Raises DraftsimError naming what is wrong with a text.
     """
@@ -345,6 +346,9 @@ def load_serving_policies(
             made: Served = parse_serving_policy(exact_policy(text), max_gamma=trace.max_gamma)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
+        if text not in asked and trace.max_gamma is None and made.longest_draft() is None:
+            say(f"left out: {text}, which sets no longest draft: name it as {text}:gamma_max=8")
+            continue
         said: list[str] = []
         made = ready(text, made, said.append)
         reason = "" if text in asked else _unserved(made, trace, mode)

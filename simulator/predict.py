@@ -274,7 +274,7 @@ class Compared:
 def compare(
     recording: Recording, latency: LatencyTable, asked: AskedPolicies,
     rule: VerifyRule | None = None, memory: Path | None = None, *, lossy: bool = True,
-    alone: bool = False, say: Say = silent,
+    always: bool = False, alone: bool = False, say: Say = silent,
     progress: Progress = lambda *_: None,
 ) -> Compared:  # fmt: skip
     """Replay what is asked for, and rank it.
@@ -290,6 +290,9 @@ def compare(
         Verification of the policies, by default lossless, and the memory of methods that have one.
     lossy:
         True to list methods that change the text as well.
+    always:
+        True if passes of a draft model were asked for in every round (``--always-draft``), which
+        other sources do not run: none of them is listed.
     alone:
         True if the recording has no name by which recordings of other sources could be found.
     say, progress:
@@ -298,11 +301,21 @@ def compare(
     Raises
     ------
     DraftsimError
-        If a method comes with a drafter or a rule that another was named for, if something cannot
-        be replayed, or as in `simulator.whatif.ranking.rank`.
+        If a method comes with a drafter or a rule that another was named for, if another source is
+        named although a draft model `always` drafts, if something cannot be replayed, or as in
+        `simulator.whatif.ranking.rank`.
     """
     if rule is not None:
         asked.check_alone("verify")
+    if always and recording.stream is not None:
+        raise DraftsimError(
+            "--always-draft is for a draft model: drop it or --source "
+            f"{recording.stream.name}, or price both with `draftsim serve`"
+        )
+    if always and asked.systems:
+        raise DraftsimError(
+            f"--always-draft is for a draft model: drop it, or {' and '.join(asked.systems)}"
+        )
     free = with_free_lookups(latency)
     if recording.stream is not None:
         asked.check_alone("source", "a draft source")
@@ -341,15 +354,17 @@ def compare(
     if every and carried:
         say("other sources are left out: their passes are not carried over to another device")
         every = False
+    if every and always:
+        say("other sources are left out: they run no pass of --always-draft")
     parts: list[Callable[[Say], Any]] = []
     if every:
         lookups = [n for n in SYSTEMS if parse_source(SYSTEMS[n].source).recorded_as is None]
-        others = [name for name in SYSTEMS if name not in lookups]
-        parts = [  # the longest first
+        recorded = [name for name in SYSTEMS if name not in lookups]
+        parts = [] if always else [  # the longest first
             lambda _: replay_systems(lookups, outputs, {}, free),
-            lambda _: replay_systems(others, outputs, recordings(), free),
-            lambda say: replay_methods(trace, say) if lossy else [],
-        ]
+            lambda _: replay_systems(recorded, outputs, recordings(), free),
+        ]  # fmt: skip
+        parts.append(lambda say: replay_methods(trace, say) if lossy else [])
     parts += [
         ranked, with_own_drafts,
         lambda say: [replay_method(one, trace, latency, memory, say) for one in asked.ruled],

@@ -238,3 +238,19 @@ def test_every_command_takes_one_pass(file: Path, run: Run) -> None:
     )
     refused = run("sweep", "--trace", file, "--c", "0.1", "--one-pass")
     assert "the cost of that pass as --latency const:target=1,draft=C" in refused.refusal
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--source", "pld"), "drop it or --source pld, or price both with `draftsim serve`"),
+        (("--policy", "pld", "--policy", "fixed:gamma=2"), "drop it, or pld"),
+    ],
+)
+def test_other_sources_refuse_it(words: tuple[str, ...], said: str, run: Run) -> None:
+    """Their rounds would not pay for it, so that they would rank too high."""
+    common = ("simulate", "--always-draft", 8, "--resamples", 10)
+    assert said in run(*common, *words).refusal
+    every = run(*common, "--json", "-")
+    assert "other sources are left out" in every.err
+    assert {row["source"] for row in every.rows} == {"none", "draft-model"}

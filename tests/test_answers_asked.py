@@ -493,6 +493,56 @@ def test_an_overlapped_mode_says_what_is_free(run: Run) -> None:
     assert "host_round (speedups are too low" in done.err
 
 
+@pytest.mark.parametrize(
+    ("words", "free"),
+    [
+        (("sweep", "--policy", "confidence"), ["host_round", "signal"]),
+        (("sweep", "--policy", "fixed:gamma=1"), ["host_round"]),
+        (("sweep", "--ladder", "--policy", "confidence"), ["host_round", "signal"]),
+        (("sweep", "--tune", "--policy", "confidence:confidence_threshold={0.3,0.4}"),
+         ["host_round", "signal"]),
+        (("simulate", "--robustness", "--policy", "confidence"), ["host_round", "signal"]),
+        (("simulate", "--policy", "confidence"), ["host_round", "signal"]),
+        (("breakeven", "--batch", "1", "--k", "1"), ["host_round"]),
+        (("tune", "--engine", "vllm", "--batch", "1"),
+         ["draft prefill", "host_round", "target prefill"]),
+    ],
+)  # fmt: skip
+def test_what_cost_nothing_is_said(words: tuple[str, ...], free: list[str], run: Run) -> None:
+    done = run(*words, "--latency", CONST).ok()
+    _, found, said = " ".join(done.err.split()).partition("counted as 0 s: ")
+    assert found
+    assert [name for name in ("draft prefill", "host_round", "signal", "target prefill")
+            if name in said] == free  # fmt: skip
+
+
+def test_a_policy_without_a_longest_draft_is_left_out_or_refused(tmp_path: Path, run: Run) -> None:
+    """Recordings of a server's rounds have none, either."""
+    trace = synthetic_trace(0.7, requests=4, tokens=30)
+    assert trace.max_gamma is None
+    write_trace(trace, path := tmp_path / "trace.parquet")
+    common = ("serve", "--trace", path, "--latency", CONST, "--batch", 1, "--requests", 8)
+    every = run(*common, "--policy", "all", "--json", "-")
+    assert "left out: hf-heuristic, which sets no longest draft" in every.err
+    assert "hf-heuristic" not in {row["policy"] for row in every.rows}
+    named = run(*common, "--policy", "hf-heuristic:gamma=3")
+    assert "write hf-heuristic:gamma=3,gamma_max=8" in named.refusal
+    assert run(*common, "--policy", "hf-heuristic:gamma=3,gamma_max=8").code == 0
+
+
+def test_notes_say_what_cost_nothing_and_what_was_not_measured() -> None:
+    few = {"requests": 10, "policies": ["confidence"]}
+    for found in (
+        draftsim.predict(policies=["confidence"], resamples=10),
+        draftsim.sweep(policies=["confidence"], resamples=10),
+        draftsim.serve(concurrency=[1], **few),
+        draftsim.plan(rate=0.01, slo="ttft=60s", replications=2, **few),
+    ):
+        said = " ".join(found.notes)
+        assert "counted as 0 s: signal" in said
+        assert "outside the measured sizes" in said
+
+
 def test_refused_requests_miss_the_targets_in_serve_too(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "sizes.csv"
     rows = "".join(f"{10 * i},{4000 if i % 4 == 3 else 64},8\n" for i in range(400))

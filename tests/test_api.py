@@ -163,7 +163,7 @@ def test_a_policy_that_finished_nothing_is_never_the_best(monkeypatch: pytest.Mo
     def rows(*given: Any, **options: Any) -> list[dict[str, Any]]:
         return [
             {"policy": name, "rate": rate, "concurrency": None, "latency_ratio": ratio,
-             "e2e_s": {"mean": 3 * ratio}}
+             "e2e_s": {"mean": 3 * ratio}, "extrapolated": 0, "unpriced": []}
             for rate, found in ((1.0, ratios), (2.0, nothing)) for name, ratio in found.items()
         ]  # fmt: skip
 

@@ -10,8 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.aggregate.advice import choices, draft_lengths, in_words, next_runs
-from simulator.aggregate.benches import latency_table, read_runs
+from simulator.aggregate.advice import (
+    PredictedSpeed,
+    choices,
+    draft_lengths,
+    in_words,
+    next_runs,
+    predicted,
+)
+from simulator.aggregate.benches import latency_table, read_benches, read_runs
 from simulator.aggregate.hazard import HAZARD, emitted_at, further, interval_of, lengths
 from simulator.aggregate.server import (
     COSTS,
@@ -29,6 +36,7 @@ from tests.logs import write_rows
 from traces.errors import DraftsimError
 from traces.store.files import read_latency
 
+RESULTS = str(Path(__file__).parents[1] / "docs" / "examples" / "server" / "results")
 DESIGN = tuple(product((1, 8, 32), (0, 1, 4)))
 """Concurrency and draft length of the runs that are given."""
 ASKED = ((2, 2), (16, 1), (16, 6), (64, 0), (64, 4), (128, 2))
@@ -314,13 +322,27 @@ def server() -> ServerFit:
 def test_the_choice_is_the_fastest_and_the_sentence_says_it(server: ServerFit) -> None:
     rows = choices(server, [1, 8, 32])
     for row in rows:
-        speeds = {
-            k: np.median(server.tokens_per_s(row.batch, k)) for k in draft_lengths(server.runs)
-        }
-        assert row.k == max(speeds, key=lambda k: float(speeds[k]))
+        loads = every_length(server, row.batch)
+        assert row.k == max(loads, key=lambda load: load.tokens_per_s.value).k
     said = in_words(rows)
     assert f"up to {rows[-1].batch} requests" in said
     assert said.count("up to") == 1 + sum(a.k != b.k for a, b in pairwise(rows))
+
+
+def every_length(server: ServerFit, batch: int) -> list[PredictedSpeed]:
+    context, _ = server.usual
+    return [predicted(server, batch, k, context) for k in draft_lengths(server.runs)]
+
+
+def test_no_draft_length_is_chosen_that_is_predicted_to_be_slower() -> None:
+    """Each load has a further run's noise of its own: the most tokens/s may be no speedup."""
+    server = calibrate(read_benches([RESULTS]).runs)
+    rows = choices(server, range(8, 25))
+    assert any(row.k for row in rows)
+    for row in rows:
+        faster = [load for load in every_length(server, row.batch) if load.speedup.value > 1]
+        assert (row.k > 0) == bool(faster)
+        assert row.k == 0 or row.speedup.value > 1
 
 
 def test_the_next_run_narrows_what_is_asked(server: ServerFit) -> None:

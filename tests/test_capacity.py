@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from functools import cache, partial
 from itertools import pairwise
@@ -48,6 +49,7 @@ from tests.serving import arrival_file, bernoulli
 from tests.studies import Failing
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.store.text import plain as as_json
 
 
 @pytest.fixture(autouse=True)
@@ -129,8 +131,8 @@ def planned(rate: float = 24.0, slo: str = "ttft=0.4,tpot=0.05,p=0.9", **options
         Poisson(1.0), Limits(4), warmup=0.2, replications=2,
         router=options.pop("router", RoundRobin()),
     )  # fmt: skip
-    options = {"policies": PAIR, "requests": 240, **options}
-    return plan(TRACE, LATENCY, base=base, rate=rate, targets=parse_targets(slo), **options)
+    options = {"latency": LATENCY, "policies": PAIR, "requests": 240, **options}
+    return plan(TRACE, base=base, rate=rate, targets=parse_targets(slo), **options)
 
 
 with_curves = cache(lambda: planned(curve=True))
@@ -155,6 +157,7 @@ def test_speculation_that_halves_the_work_halves_the_replicas() -> None:
     # A pass is as long for any batch here, so drafting pays at every load.
     assert fixed["stops_saving"] == math.inf
     assert plain["stops_saving"] is None
+    assert (fixed["saves_at"], plain["saves_at"]) == ("every rate", None)
     # What is found is so: fewer do not keep the targets.
     bench = PointRunner(
         TRACE, LATENCY, PAIR,
@@ -166,6 +169,15 @@ def test_speculation_that_halves_the_work_halves_the_replicas() -> None:
         for r in range(2)
     ]
     assert not PointVerdict(fewer, bench.targets).kept
+
+
+def test_files_tell_saving_nowhere_from_saving_everywhere() -> None:
+    """JSON has null for the NaN of the one and the infinity of the other."""
+    dear = LatencyTable.constant(0.02, 0.05, 0.022)
+    _, slower = planned(6.0, "ttft=2,tpot=0.5,p=0.9", latency=dear)
+    rows = [json.loads(json.dumps(as_json(row))) for row in (slower, with_curves()[1])]
+    assert [row["stops_saving"] for row in rows] == [None, None]
+    assert [row["saves_at"] for row in rows] == ["no rate", "every rate"]
 
 
 def test_a_better_router_needs_no_more() -> None:

@@ -33,6 +33,7 @@ from simulator.plots.recording import (
     plot_survival,
     plot_validation,
 )
+from simulator.plots.recording import save_all
 from simulator.plots.whatif import MOST_LINES, figures, plot_batches, plot_break_even, plot_maps
 from simulator.ratios import own_ratios
 from simulator.serving import Limits, Poisson, Scenario, over_batches, over_rates, serve, sweep
@@ -305,6 +306,33 @@ def test_faster_and_slower_are_not_the_same_grey() -> None:
     assert slow.min() < 0.75  # hatched, not blank
     # The line between them is ink.
     assert grey[20:-20, 196:204].min() < 0.2
+
+
+def test_plots_count_prefill_as_the_table_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trace = synthetic_trace(0.7, requests=8, tokens=40, prompt_length=90)
+    logs = [replay(trace, Fixed(g), name=f"fixed:gamma={g}") for g in (1, 4)]
+    drawn: dict[str, tuple[Figure, str]] = {}
+
+    def kept(figure: Figure, path: Path, label: str = "", title: str = "") -> Path:
+        drawn[path.stem] = figure, label
+        return path
+
+    monkeypatch.setattr("simulator.plots.look.save_all_kinds", kept)
+    for prefill, more in ((True, set[str]()), (False, {"cost_ratio", "robustness"})):
+        drawn.clear()
+        found = save_all(
+            trace, GRID, logs, tmp_path, texts=["fixed"], resamples=20, prefill=prefill
+        )
+        assert drawn.keys() == {"speedup", "categories", "survival"} | more
+        assert any("of decoding alone" in line for line in found[1]) == prefill
+        labels = {name: label for name, (_, label) in drawn.items()}
+        assert ("prefill counted" in labels["speedup"]) == prefill
+        assert "prefill" not in labels["survival"]
+        table = summarize(logs, GRID, resamples=20, prefill=prefill)
+        texts = {text.get_text() for text in drawn["speedup"][0].axes[0].texts}
+        assert texts >= {f"{value:.2f}" for value in table["speedup"][1:]}
 
 
 def test_every_map_is_drawn_so() -> None:

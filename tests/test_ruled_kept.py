@@ -143,3 +143,5 @@ def test_rounds_of_a_bundled_recording_are_found_by_its_name(run: Run) -> None:
     scored = [row for row in ran.rows if row["relative_bleu"] is not None]
     decoded = {(row["policy"], row["verify"]) for row in scored}
     assert {("fixed:gamma=6", "csd:threshold=1"), ("cm-asd", "cm-asd")} <= decoded
+    other = run("simulate", "--rounds", "bundled", "--trace", "smollm2-cpu")
+    assert other.refusal.endswith("with their own trace: drop --trace smollm2-cpu")

@@ -180,6 +180,45 @@ def test_what_was_guessed_or_missing_is_said(run: Run, tmp_path: Path) -> None:
     assert ran.document["headline"]
 
 
+def test_lossy_rows_alone_have_gains_and_categories(run: Run, files: list[str]) -> None:
+    asked = ("--verify", "csd-scg", "--against", "autoregressive", "--by-category")
+    out = run("simulate", *files, *asked, "--resamples", 20).ok().out
+    assert "lossy (the output changes); gain: speed over autoregressive's" in out
+    assert "gain, %" in out
+    assert "speedup by category, csd-scg" in out
+
+
+def test_a_row_is_named_by_its_rule_where_policies_have_several() -> None:
+    trace, rule = scored_trace(), parse_rule("spec-verification:beta=50,tau=100")
+    exact = replay(trace, Fixed(4), name="fixed:gamma=4")
+    lossy = [
+        replace(replay(trace, Fixed(4), rule, name="fixed:gamma=4"), verify=verify)
+        for verify in ("csd", "csd-scg")
+    ]
+
+    def against(name: str, logs: list[RoundLog]) -> list[int]:
+        rows = to_rows(summarize(logs, LATENCY, resamples=10))
+        found = compared(rows, price_all(logs, LATENCY), LATENCY, name, 10)
+        assert {row["against"] for row in found} <= {None, name}
+        return [i for i, row in enumerate(found) if row["gain"] is None]
+
+    assert against("fixed:gamma=4", [*lossy, exact]) == [3]  # the lossless row
+    assert against("fixed:gamma=4+csd-scg", [*lossy, exact]) == [2]
+    with pytest.raises(DraftsimError, match=r"2 rows: .*, such as fixed:gamma=4\+csd$"):
+        against("fixed:gamma=4", lossy)
+
+
+def test_recorded_rounds_are_compared_with_those_of_their_requests(run: Run) -> None:
+    """The pair's rounds were recorded on two sets of prompts."""
+    asked = ("simulate", "--rounds", "bundled", "--resamples", 10, "--against")
+    rows = run(*asked, "fixed:gamma=6+csd-scg", "--json", "-").rows
+    of_group = {row["policy"].startswith("fixed:gamma=6") for row in rows if row["gain"]}
+    assert of_group == {True, False}  # plain decoding of those prompts as well
+    assert all(row["gain"] is None for row in rows if row["policy"] == "cm-asd")
+    assert "write one as POLICY+RULE, such as cm-asd+" in run(*asked, "cm-asd").refusal
+    assert "name some as POLICY or POLICY+RULE" in run(*asked, "gammatune").refusal
+
+
 def test_lossy_rules_alone_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
     log = replay(scored_trace(), Fixed(4), parse_rule("spec-verification"))
     rows, priced = to_rows(summarize([log], LATENCY)), price_all([log], LATENCY)

@@ -119,12 +119,28 @@ def test_what_is_only_estimated_is_said(trace: str, tmp_path: Path) -> None:
               "--resamples", "0", "--jobs", "1")  # fmt: skip
     shown, remarks = said(*common, "--context", "10,100000", "--batch", "1,64")
     assert "3 of 4 rows have passes outside the measured sizes" in remarks
-    assert (
-        "most fixed:gamma=2 at batch 64, context 100000 (100% of its passes, column outside)"
-        in remarks
-    )
+    assert "most fixed:gamma=2 at batch 64, context 100000 (100.0% of its passes)" in remarks
     assert "outside" in shown
     assert "outside" not in said(*common, "--context", "10")[1]
+
+
+def test_only_rows_of_assumed_costs_are_marked_as_assumed(trace: str, tmp_path: Path) -> None:
+    """One table knows a single batch size, the other several; cost ratios know none."""
+    common = ["--trace", trace, "--batch", "1,4", "--assume-batch-free", "--policy",
+              "fixed:gamma=2", "--resamples", "0", "--jobs", "1"]  # fmt: skip
+    for name, batches in (("one", (1,)), ("several", (1, 4))):
+        cells = [(m, "forward", b, n, k, 0.01 * b, 0.0, 5) for m in ("target", "draft")
+                 for b in batches for n in (1, 9) for k in (0, 600)]  # fmt: skip
+        write_latency(table_of(cells, {"device": name}), file := tmp_path / f"{name}.parquet")
+        common += ["--latency", str(file)]
+    for more, whose in (((), "one.parquet"), (("--c", "0.1"), "one.parquet and cost ratios")):
+        found = {row["gpu"]: row["assumed"] for row in rows(*common, *more)}
+        assert {gpu for gpu, assumed in found.items() if assumed} == {"one", *["any"] * len(more)}
+        assert found["several"] is None
+        _, remarks = said(*common, *more)
+        line = next(x for x in remarks.splitlines() if x.startswith("assumed to cost nothing: "))
+        assert line.endswith(whose)
+        assert ("and at given cost ratios: " in remarks) == bool(more)
 
 
 def test_acceptance_beyond_the_measured_range_is_said(trace: str, tmp_path: Path) -> None:

@@ -140,6 +140,13 @@ def test_surfaces_hold_the_grid() -> None:
         break_even(iid_grid(), "context")
 
 
+def test_no_share_of_intervals_without_intervals() -> None:
+    frame = iid_grid()
+    assert overview(frame)["interval_above_1"].notna().all()
+    table = overview(frame.assign(speedup_lo=np.nan, speedup_hi=np.nan))
+    assert table[["interval_above_1", "interval_below_1"]].isna().all(axis=None)
+
+
 def test_overview_counts_where_it_pays() -> None:
     frame = iid_grid()
     table = overview(frame).set_index("policy")

@@ -94,7 +94,7 @@ AlwaysOption = Annotated[
     typer.Option(
         "--always-draft", metavar="K", min=1,
         help="Draft passes that the engine runs in every round, even without drafts: 1 if it calls "
-        "the drafter every round, all slots if it always fills them.",
+        "the drafter every round, all slots if it always fills them. For a draft model.",
     ),
 ]  # fmt: skip
 OnePassOption = Annotated[

@@ -211,23 +211,6 @@ MEASURE_MORE = (
 """The remedy for passes outside the measured sizes."""
 
 
-def said_free(unpriced: Iterable[str]) -> list[str]:
-    """Return a line on what a latency table does not hold, and how results err without it.
-
-    No line if it holds everything.
-    """
-    names = sorted(set(unpriced))
-    ways = {
-        "host_round": "speedups are too low, or too high if the host starts draft passes slowly",
-        "target prefill": "tokens/s are too high, and speedups too far from 1 for long prompts",
-    }
-    apart = {name: way for name, way in ways.items() if name in names}
-    drafting = [name for name in names if name not in apart]
-    said = [f"{', '.join(drafting)} (speedups are too high)"] if drafting else []
-    said += [f"{name} ({way})" for name, way in apart.items()]
-    return [f"not in the latency table, counted as 0 s: {'; '.join(said)}"] if said else []
-
-
 def say_unjudged(latency: LatencyTable) -> None:
     """Note where the table has no time for the verdicts of lossy rules."""
     if not latency.is_constant and not latency.has("target", "judge"):

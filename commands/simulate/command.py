@@ -20,7 +20,6 @@ from commands.common.output import (
     note,
     placed_folder,
     remark,
-    said_free,
     say_drawn,
     say_memory,
     say_unjudged,
@@ -29,6 +28,7 @@ from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.quiet import say_disturbed
 from commands.common.written import Shown
+from policies.registry import PLAIN
 from traces.errors import DraftsimError, missing
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="P",
-            help="Also print every policy's gain over this one; in JSON the default is the best "
-            "fixed length.",
+            help="Also print every policy's gain over this one (POLICY, or POLICY+RULE where rules "
+            "differ); in JSON the default is the best fixed length.",
         ),
     ] = None,
     resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000,
@@ -139,7 +139,7 @@ def simulate(
     if tokenizer is not None and not phases:
         raise DraftsimError("--tokenizer needs --phase: name a phase, or drop it")
 
-    def priced(compared: predict.Compared) -> list[dict[str, Any]]:
+    def priced(compared: predict.Compared, against: str | None) -> list[dict[str, Any]]:
         with working("pricing their rounds", alone=True) as say:
             return compared.rows(
                 against=against, resamples=resamples, prefill=prefill, by_category=by_category,
@@ -157,11 +157,23 @@ def simulate(
         if not rounds.exists():
             rounds = folder_of(rounds) or rounds
         logs, table, recorded = recorded_rounds(rounds, inputs.latency, inputs.trace)
+        if inputs.always_draft and (other := [log for log in logs if log.calls is not None]):
+            raise DraftsimError(
+                f"--always-draft is for a draft model, and {other[0].source} drafted rounds in "
+                f"{rounds}: drop it"
+            )
         table = drafting_always(table, inputs.always_draft)
         runs = [read_run(file) for file in find_runs(rounds)]
         found = []
-        for group in predict.same_requests(logs):
-            rows = priced(predict.Compared(recorded, Ranking([]), group, table))
+        groups = predict.same_requests(logs)
+        rivals = [_in_rounds(against, group) for group in groups]
+        if against is not None and not any(rivals):
+            raise DraftsimError(
+                f"--against {against}: not among the rounds in {rounds}: name some as POLICY or "
+                f"POLICY+RULE, such as {logs[0].policy}+{logs[0].verify}"
+            )
+        for group, rival in zip(groups, rivals, strict=True):
+            rows = priced(predict.Compared(recorded, Ranking([]), group, table), rival)
             found += predict.with_quality(rows, runs, predict.decoded_part(recorded, group[0]))
         _emit(found, json, out, of=rounds.name, gains=against is not None)
         if any(log.mismatched is not None for log in logs):
@@ -190,11 +202,11 @@ def simulate(
     rule = recording.rule(policies.verify, None if asked.remembers else memory)
     with working("replaying policies", alone=True) as say:
         compared = predict.compare(
-            recording, table, asked, rule, memory, say=remark,
-            progress=partial(say, "replaying policies"),
+            recording, table, asked, rule, memory, always=inputs.always_draft is not None,
+            say=remark, progress=partial(say, "replaying policies"),
         )  # fmt: skip
     table, more = compared.latency, compared.more
-    rows = priced(compared)
+    rows = priced(compared, against)
     by_phase = None
     if found_phases is not None:  # lossy rules write other texts
         own_texts = price_all([log for log in compared.logs if lossless(log.verify)], table)
@@ -222,6 +234,7 @@ def simulate(
         own = {log.policy for log in more} if by_name else {*asked.ruled}
         paths, left_out = save_all(
             recorded, table, compared.ranking.logs, plots, texts=policy, title=recording.said,
+            resamples=resamples, prefill=prefill,
             systems=[log for log in more if lossless(log.verify) or log.policy in own],
         )  # fmt: skip
         say_drawn(paths)
@@ -234,7 +247,8 @@ def _robustness(
     out: Path | None, of: str,
 ) -> None:  # fmt: skip
     """Print mean and sd over initial draft lengths; `other` are methods, which are refused."""
-    from simulator.robustness import robustness, speedups_of
+    from simulator.robustness import families_of, robustness, speedup_by_gamma
+    from simulator.unmeasured import free_hosts, said_free
 
     if other or policies.verify is not None:
         what = f"--policy {other[0]}" if other else "--verify"
@@ -242,8 +256,8 @@ def _robustness(
             f"--robustness compares length policies with lossless verification: drop {what}, or "
             "name the policy alone"
         )
-    speedups, said = speedups_of(trace, table, policies.policy)
-    spread = robustness(speedups)
+    made, gammas, said = families_of(trace, policies.policy)
+    spread = robustness(speedup_by_gamma(trace, made, table, gammas))
     title = f"{of}: speedup over initial draft lengths"
     if json is None:
         best = max(spread.to_dict("records"), key=lambda row: float(row["mean"]))
@@ -254,8 +268,17 @@ def _robustness(
     emit(
         "simulate", spread, json, out=out, tables=lambda: [Shown(spread.to_dict("records"), title)]
     )
-    for line in said:
+    begun = [make(gammas[0]) for make in made.values()]
+    for line in [*said, *said_free(free_hosts([table], begun))]:
         note(line)
+
+
+def _in_rounds(against: str | None, logs: Sequence[RoundLog]) -> str | None:
+    """Return `against` if it names plain decoding or one of `logs`; other requests have no gain."""
+    from simulator.whatif.ranking import is_called
+
+    names = [{"policy": PLAIN, "verify": ""}, *map(vars, logs)]
+    return against if against and any(is_called(name, against) for name in names) else None
 
 
 def recorded_rounds(
@@ -263,12 +286,13 @@ def recorded_rounds(
 ) -> tuple[list[RoundLog], LatencyTable, Trace]:
     """Return the recorded round logs at `path`, their folder's latencies by default, and its trace.
 
-    Where they lie in no run folder, `trace` names the trace.
+    Where they lie in no run folder, `trace` names the trace.  Raises DraftsimError if it names
+    another than the folder's.
     """
     from traces.store.files import read_rounds
     from traces.store.identity import check_folder
     from traces.store.outputs import find_runs
-    from traces.store.recordings import SAMPLED
+    from traces.store.recordings import SAMPLED, folder_of, given_name
 
     files = find_runs(path)
     if not files:
@@ -280,6 +304,9 @@ def recorded_rounds(
     if own is not None:
         check_folder(own, files)
     if own is not None and any((own / name).is_file() for name in ("trace.parquet", SAMPLED)):
+        named = folder_of(trace) or Path(trace)
+        if given_name(trace) is not None and named.resolve() != own.resolve():
+            raise DraftsimError(f"--rounds lie in {own} with their own trace: drop --trace {trace}")
         trace = str(own)
     elif own is not None and latency is None:
         latency = str(own)
@@ -310,6 +337,7 @@ def _emit(
         ranked_tables,
         shown_phases,
     )
+    from simulator.unmeasured import said_free, said_outside
 
     more: dict[str, Any] = {"headline": headline(over_all(rows), of)}
     if by_phase:
@@ -324,15 +352,8 @@ def _emit(
         "simulate", rows, json, more=more, out=out,
         printed=printed, tables=lambda: ranked_tables(rows, by_name, gains, of),
     )  # fmt: skip
-    shown = over_all(rows)
-    outside = [row for row in shown if row["outside"]]
-    if outside:
-        worst = max(outside, key=lambda row: row["outside"])
-        note(
-            f"{len(outside)} of {len(shown)} rows have passes outside the measured sizes, priced "
-            f"by a fitted roofline: most {worst['policy']} ({worst['outside']:.1%} of its passes); "
-            f"{MEASURE_MORE}"
-        )
+    for line in said_outside(over_all(rows)):
+        note(f"{line}; {MEASURE_MORE}")
     for line in said_free({what for row in rows for what in row["unpriced"]} - {"judging"}):
         note(line)
 

@@ -9,7 +9,7 @@ from typing import Any
 from commands.common import printed
 from commands.common.written import Shown
 from policies.registry import PLAIN, is_bound
-from simulator.whatif.ranking import BEST_FIXED, are_bounds, lossless, winner
+from simulator.whatif.ranking import BEST_FIXED, are_bounds, is_called, lossless, winner
 from traces.digits import three_digits
 
 Row = dict[str, Any]
@@ -48,7 +48,7 @@ def headline(rows: Sequence[Row], recording: str = "") -> str:
             f"{factor}."
         )
     said = f"{begin}{best['policy']} is fastest, {factor}"
-    rival = next((r for r in rows if r["policy"] == best["against"]), None)
+    rival = next((r for r in rows if is_called(r, best["against"] or "")), None)
     if rival is None or best["gain"] is None:
         return f"{said}."
     at = f"{rival['policy']}, is at {three_digits(rival['speedup'])}x"
@@ -59,7 +59,7 @@ def headline(rows: Sequence[Row], recording: str = "") -> str:
         slow = first is not None and alike[first]["speedup"] <= 1
         return f"{said}; {f'with {drafter} no policy is: ' * slow}the best fixed length, {at}."
     gain, low, high = (best[k] for k in ("gain", "gain_lo", "gain_hi"))
-    said += f"; {percent(gain)} against {rival['policy']}"
+    said += f"; {percent(gain)} against {best['against']}"
     if low is None:
         return f"{said}."
     apart = "" if not low <= 1 <= high else ": these prompts cannot tell them apart"
@@ -95,9 +95,9 @@ def ranked_tables(
     """Return the tables that show `rows`: lossy rules in one of their own, then categories.
 
     Fastest first, but for lower bounds, which keep the order in which they were asked for. Where
-    policies were named one by one, they share one table, lossy rules below, and every category
-    shows them all. ``gains`` adds the gain over the row that rows are compared with; titles begin
-    with `recording`.
+    policies were named one by one, they share one table, lossy rules below. Every category then
+    shows them all, as it does where all rows are lossy and their rules differ. ``gains`` adds the
+    gain over the row that rows are compared with; titles begin with `recording`.
     """
     rival = next((r["against"] for r in rows if r["against"]), None) if gains else None
     overall = over_all(rows)
@@ -117,21 +117,23 @@ def ranked_tables(
         if exact:
             tables.append(_shown(f"{begin}lossless{gained}", exact, LOSSLESS))
         if lossy:
-            tables.append(_shown(f"{begin}lossy (the output changes)", lossy, LOSSY))
+            tables.append(_shown(f"{begin}lossy (the output changes){gained}", lossy, LOSSY))
     parts = [r for r in rows if r.get("category") is not None]
     if parts and not are_bounds(parts):
-        if by_name:
+        if by_name or (not exact and len({row["verify"] for row in lossy}) > 1):
             lines = category_rows([*exact, *lossy], parts)
             tables.append(Shown(lines, f"{begin}speedup by category", list(lines[0])))
-        elif ladder := category_ladder(exact, [r for r in parts if lossless(r["verify"])]):
-            title = f"{begin}speedup by category, lossless"
+        elif ladder := category_ladder(
+            exact or lossy, [r for r in parts if not exact or lossless(r["verify"])]
+        ):
+            title = f"{begin}speedup by category, {'lossless' if exact else lossy[0]['verify']}"
             tables.append(Shown(ladder, title, list(ladder[0])))
     return tables
 
 
 CODE = "passes\n/greedy"
 LOSSLESS = ("policy", "speedup", "95%", "gain, %", "tokens\n/round", "accepted")
-LOSSY = ("policy", "rule", "speedup", "95%", "wrong", "like\ngreedy", "BLEU", CODE)
+LOSSY = ("policy", "rule", "speedup", "95%", "gain, %", "wrong", "like\ngreedy", "BLEU", CODE)
 BOTH = ("policy", "verify", "speedup", "95%", "gain, %", "wrong")
 """Columns of the tables of each kind of row, and of one that holds both kinds."""
 
@@ -269,7 +271,8 @@ ORACLE, RULE = "oracle", "rate-optimal"
 def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[str, str]]:
     """Return one line a category, as text: the rungs from one fixed length up to the oracle.
 
-    ``overall`` are the rows over all prompts, ``rows`` those by category, all of lossless rules.
+    ``overall`` are the rows over all prompts, ``rows`` those by category: all of lossless rules,
+    or of one other rule.
     The fixed length is the one that is best over all prompts, so that it is one setting; the
     fastest policy is the category's own, chosen on the prompts shown.
     """

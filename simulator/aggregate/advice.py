@@ -103,7 +103,7 @@ def choices(
     level: float = 0.8,
     context: float | None = None,
 ) -> list[PredictedSpeed]:
-    """Return the draft length with the highest expected speed, at each concurrency.
+    """Return the fastest draft length with a speedup above 1, or 0, at each concurrency.
 
     `context` is in tokens of a request's cache; None: the runs' mean.
     """
@@ -111,13 +111,13 @@ def choices(
     ks = sorted({0, *(lengths or draft_lengths(server.runs))})
     asked: list[tuple[int, ServerRun | None]] = [(k, None) for k in ks]
     asked += [(run.k, run) for run in server.stopping() if run.k in ks]
-    return [
-        max(
-            (predicted(server, batch, k, context, level, like) for k, like in asked),
-            key=lambda one: one.tokens_per_s.value,
-        )
-        for batch in batches or concurrencies(server.runs)
-    ]
+    found = []
+    for batch in batches or concurrencies(server.runs):
+        plain, *loads = (predicted(server, batch, k, context, level, like) for k, like in asked)
+        # Each load has a further run's noise of its own: the most tokens/s may be no speedup.
+        faster = [load for load in loads if load.speedup.value > 1]
+        found.append(max(faster, key=lambda load: load.tokens_per_s.value, default=plain))
+    return found
 
 
 def informative(

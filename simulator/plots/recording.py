@@ -292,17 +292,21 @@ FEW = 6
 def save_all(
     trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], folder: Path,
     validation: pd.DataFrame | None = None, systems: Sequence[RoundLog] = (),
-    texts: Sequence[str] | None = None, title: str = "",
+    texts: Sequence[str] | None = None, title: str = "", resamples: int = 2000,
+    prefill: bool = False,
 ) -> tuple[list[Path], list[str]]:  # fmt: skip
     """Draw everything a recording shows into `folder`; return the files, and what they leave out.
 
     ``logs`` are of the draft model; ``systems``, with their own drafts or rules, are added to plots
     of speedups.  Every plot shows the policies named in ``texts`` if it can, and the fastest; plots
     with few curves show `COMPARED` of all.  ``title`` names pair and device below every plot.
+    ``resamples`` and ``prefill`` are those of `summarize`; with prefill, plots of decoding alone
+    are left out.
     """
     every = [*logs, *systems]
     label = "lower bounds: the log does not hold its draft lengths" if trace.is_lower_bound else ""
-    overall = summarize(every, latency)
+    counted = dict.fromkeys(("speedup", "categories"), "prefill counted") if prefill else {}
+    overall = summarize(every, latency, resamples=resamples, prefill=prefill)
     speed = dict(zip(overall["policy"], overall["speedup"], strict=True))
     if texts and "all" not in texts:
         some = list(every)
@@ -318,21 +322,47 @@ def save_all(
         some.sort(key=lambda log: -speed[log.policy])
     figures = {
         "speedup": plot_speedup(overall),
-        "categories": plot_categories(summarize(some, latency, by_category=True)),
+        "categories": plot_categories(
+            summarize(some, latency, resamples=resamples, prefill=prefill, by_category=True)
+        ),
         "survival": plot_survival(trace),
     }
     said = []
     if others := [log.policy for log in every if log not in some]:
         names = ", ".join(dict.fromkeys(others)) if len(others) <= FEW else f"{len(others)} others"
         said.append(
-            f"categories.png and cost_ratio.png show the fastest policy and {len(some) - 1} "
-            f"others, without {names}: name policies with --policy to draw them"
+            f"categories.png{'' if prefill else ' and cost_ratio.png'} show the fastest policy and "
+            f"{len(some) - 1} others, without {names}: name policies with --policy to draw them"
         )
-    drafted = [log for log in some if log.source == DRAFT_MODEL]
+    if prefill:
+        said.append("cost_ratio.png and robustness.png are of decoding alone: drop --prefill")
+    else:
+        drawn, left_out = _of_decoding(trace, latency, some, texts)
+        figures |= drawn
+        said += left_out
+    if validation is not None:
+        figures["validation"] = plot_validation(validation.dropna(subset=["predicted_s"]))
+    paths = [
+        look.save_all_kinds(
+            figure, folder / f"{name}.png", "; ".join(filter(None, (label, counted.get(name)))),
+            title,
+        )
+        for name, figure in figures.items()
+    ]  # fmt: skip
+    return paths, said
+
+
+def _of_decoding(
+    trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], texts: Sequence[str] | None
+) -> tuple[dict[str, Figure], list[str]]:
+    """Return the plots of decoding alone, without prefill, and a line on what each leaves out."""
+    figures: dict[str, Figure] = {}
+    said = []
+    drafted = [log for log in logs if log.source == DRAFT_MODEL]
     if drafted:
         own = own_ratios(trace, latency)
         figures["cost_ratio"] = plot_cost_ratio(drafted, latency, own)
-    elsewhere = [log.policy for log in some if log.source != DRAFT_MODEL]
+    elsewhere = [log.policy for log in logs if log.source != DRAFT_MODEL]
     if elsewhere:
         said.append(
             "cost_ratio.png shows policies with the draft model, without "
@@ -345,10 +375,4 @@ def save_all(
     else:
         figures["robustness"] = plot_robustness(speedups)
         said += left_out
-    if validation is not None:
-        figures["validation"] = plot_validation(validation.dropna(subset=["predicted_s"]))
-    paths = [
-        look.save_all_kinds(figure, folder / f"{name}.png", label, title)
-        for name, figure in figures.items()
-    ]
-    return paths, said
+    return figures, said

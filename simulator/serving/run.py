@@ -152,9 +152,11 @@ def lookahead_of(policy: Policy, trace: Trace) -> int:
     own = policy.longest_draft()
     bound = trace.max_gamma if own is None else own
     if bound is None:
+        text = describe(policy)
+        longer = f"{text}{',' if ':' in text else ':'}gamma_max=8"
         raise DraftsimError(
-            f"{type(policy).__name__} sets no longest draft (gamma_max) and neither does the "
-            "trace: set Limits.lookahead"
+            f"policy {text} sets no longest draft, and neither does the trace: write {longer}, or "
+            "set Limits.lookahead in Python"
         )
     return bound
 

@@ -165,7 +165,8 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
     row per device and policy, with ``gpu``, ``scaled`` and the largest ``scale_error`` and
     ``fit_error``, and the means of ``carried_lo`` and ``carried_hi``.
     ``points``; ``speedup_above_1``, ``interval_above_1`` and ``interval_below_1``: shares of the
-    points whose speedup, or whole interval, is above 1 or below it; ``share_below_1``: mean share
+    points whose speedup, or whole interval, is above 1 or below it (of the points that have an
+    interval; NaN if none has); ``share_below_1``: mean share
     of prompts slower than plain decoding; mean regrets against the best fixed length and the
     oracle, and mean ``adapting``; ``outside``: the largest share of passes read outside the
     measured cells; ``tilt_error``: the largest error to expect from tilting that is known, and
@@ -185,8 +186,8 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
             {
                 **keys, "points": len(part), "mean_speedup": part["speedup"].mean(),
                 "speedup_above_1": (part["speedup"] > 1).mean(),
-                "interval_above_1": (part["speedup_lo"] > 1).mean(),
-                "interval_below_1": (part["speedup_hi"] < 1).mean(),
+                "interval_above_1": (part["speedup_lo"].dropna() > 1).mean(),
+                "interval_below_1": (part["speedup_hi"].dropna() < 1).mean(),
                 "share_below_1": part["share_below_1"].mean(),
                 "regret_fixed": part["regret_fixed"].mean(),
                 "regret_oracle": part["regret_oracle"].mean(),

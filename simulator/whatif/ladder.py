@@ -68,7 +68,8 @@ def ladder(
     ``block_efficiency``,
     ``acceptance_rate``; ``time_<part>`` for each of `PARTS`, as shares of plain decoding's
     time, which add up to ``1 / speedup``; and ``lost_draft`` (useful and wasted),
-    ``lost_verify``, ``lost_signal``, ``lost_host``: the same less the oracle's.
+    ``lost_verify``, ``lost_signal``, ``lost_host``: the same less the oracle's; ``unpriced``: what
+    the table has no cells of.
 
     Best fixed length and rate-optimal rule are fitted on one half of the prompts
     (`split_prompts`); the other policies (default: all single-stream ones whose signals the
@@ -98,6 +99,7 @@ def ladder(
     runs = price_all(logs, latency)
     table = summarize_runs(runs, resamples=resamples, seed=seed)
     table["rung"] = ["autoregressive", *(rung for rung, _ in rungs.values())]
+    table["unpriced"] = [run.unpriced(latency) for run in runs]
     parts = pd.DataFrame([_parts(run, runs[0].total_s) for run in runs])
     table = pd.concat([table, parts], axis=1)
     best = table[table["rung"] == "oracle"].iloc[0]
@@ -117,7 +119,7 @@ def ladder(
     columns = [
         "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
         "acceptance_rate", *(f"time_{p}" for p in PARTS),
-        "lost_draft", "lost_verify", "lost_signal", "lost_host", "fidelity",
+        "lost_draft", "lost_verify", "lost_signal", "lost_host", "fidelity", "unpriced",
     ]  # fmt: skip
     return table[columns].sort_values("speedup", kind="stable", ignore_index=True)
 

@@ -133,6 +133,11 @@ def lossless(verify: str) -> bool:
     return verify in LOSSLESS
 
 
+def is_called(row: Mapping[str, Any], name: str) -> bool:
+    """Return True if `name` is a row's policy, or its policy and rule as POLICY+RULE."""
+    return name in (row["policy"], f"{row['policy']}+{row['verify']}")
+
+
 @dataclass(frozen=True)
 class Ranking:
     """Logs to rank, and what has to be said of some of them, by policy name."""
@@ -325,12 +330,13 @@ def compared(
 ) -> list[Row]:  # fmt: skip
     """Return the rows of `runs` (plain decoding first) with their gains, notes and coverage.
 
-    ``against`` names the row that ``gain`` compares with, tokens per second over its own with
-    the paired interval over prompts; by default the best fixed length, where there is one.
+    ``against`` names the row that ``gain`` compares with (`is_called`), tokens per second over its
+    own with the paired interval over prompts; by default the best fixed length, where there is one.
+    A policy's name alone is its lossless row if there is one.
     ``outside`` is the share of passes read outside the measured cells, ``unpriced`` what the
     table has no cells of, ``mismatches_accepted`` a lossy rule's leniency.
 
-    Raises DraftsimError if `against` names no row, or would compare lower bounds.
+    Raises DraftsimError if `against` names no row, or several, or would compare lower bounds.
     """
     rival = next((i for i, r in enumerate(rows) if r.get("note") == BEST_FIXED), None)
     if against is not None:
@@ -339,10 +345,17 @@ def compared(
                 f"--against {against}: lower bounds cannot be compared: import the log with "
                 "--draft-lengths"
             )
-        rival = next((i for i, r in enumerate(rows) if r["policy"] == against), None)
-        if rival is None:
+        named = [i for i, row in enumerate(rows) if is_called(row, against)]
+        named = [i for i in named if lossless(rows[i]["verify"])] or named
+        if not named:
             raise DraftsimError(
                 f"--against {against}: not among the policies shown: add --policy {against}"
+            )
+        rival = named[0]
+        if len({rows[i]["verify"] for i in named}) > 1:
+            raise DraftsimError(
+                f"--against {against} names {len(named)} rows: write one as POLICY+RULE, such as "
+                f"{against}+{rows[rival]['verify']}"
             )
     told = ["", *summary.degenerate([run.log for run in runs[1:]])]
     gains = (
@@ -359,7 +372,7 @@ def compared(
         if rival is not None and i != rival:
             values = [value if math.isfinite(value) else None for value in gains[i]]
             more |= dict(zip(("gain", "gain_lo", "gain_hi"), values, strict=True))
-            more["against"] = rows[rival]["policy"]
+            more["against"] = against or rows[rival]["policy"]
         what = said_of(row["policy"], lossless(row["verify"]))
         notes = [text for text in (row.get("note"), what, said) if text]
         found.append({**row, **more, "note": "; ".join(notes) or None})

@@ -14,7 +14,7 @@ from policies.registry import describe
 from policies.spec import as_text
 from simulator.chosen import load_policies
 from simulator.pricing import autoregressive, price
-from simulator.summary import summarize, to_rows
+from simulator.summary import price_all, summarize_runs, to_rows
 from simulator.whatif.ladder import split_prompts
 from simulator.whatif.sweep import search_space
 from traces.acceptance.trace import Trace
@@ -40,6 +40,7 @@ def tune(
     tuning cannot lose in training.  Returns rows of `simulator.summary.summarize` on the prompts
     held out: plain decoding, the policy as it was given, and the one of most tokens per second in
     training, with ``tried``, the number of settings, and ``train_speedup``, its speedup there.
+    ``unpriced`` names what the table has no cells of.
 
     Raises DraftsimError if the space is empty, a parameter is unknown, or no combination is
     possible.
@@ -71,12 +72,15 @@ def tune(
         speedups[i::count] = [plain / s for s in share]
     tuned = candidates[int(np.argmax(speedups))]
     compared = {describe(one): one for one in (candidates[0], tuned)}
-    judged = summarize(list(replay_many(tested, compared)), latency, resamples=resamples, seed=seed)
+    runs = price_all(list(replay_many(tested, compared)), latency)
+    judged = to_rows(summarize_runs(runs, resamples=resamples, seed=seed))
     told = {"tried": len(candidates), "train_speedup": max(speedups)}
     blank = dict.fromkeys(told)
     return [
-        {**row, **(told if row["policy"] == describe(tuned) else blank)} for row in to_rows(judged)
-    ]
+        {**row, **(told if row["policy"] == describe(tuned) else blank),
+         "unpriced": run.unpriced(latency)}
+        for row, run in zip(judged, runs, strict=True)
+    ]  # fmt: skip
 
 
 def tuned_rows(

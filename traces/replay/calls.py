@@ -263,8 +263,8 @@ def always_drafted(log: RoundLog, passes: int) -> RoundLog:
 
     Verified and accepted tokens stay the same.  The drafter is always up to date, so its first pass
     reads one token, or two if all that it had read was accepted; one that takes verified tokens
-    reads all that the last round emitted.  Sources without model passes, and plain decoding, are
-    left alone.
+    reads all that the last round emitted.  Plain decoding and the rounds of sources with calls of
+    their own are left alone.
     """
     if not passes or log.is_plain or log.calls is not None:
         return log

@@ -1,0 +1,70 @@
+"""Sentences on passes outside the measured sizes, and on parts that a latency table lacks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from policies.batch.base import BatchPolicy
+from policies.core import DraftPolicy
+from simulator.pricing import missing_hosts
+from traces.latency.table import LatencyTable
+
+ERRS = {
+    "host_round": "speedups are too low, or too high if the host starts draft passes slowly",
+    "target prefill": "tokens/s are too high, and speedups too far from 1 for long prompts",
+}
+"""How results err if a part that plain decoding has, too, costs nothing."""
+
+
+def free_hosts(
+    tables: Iterable[LatencyTable], policies: Iterable[DraftPolicy | BatchPolicy]
+) -> set[str]:
+    """Return the host phases of runs of `policies` that at least one of `tables` lacks."""
+    reads = {bool(policy.reads) for policy in policies}
+    return {phase for table in tables for own in reads for phase in missing_hosts(table, own)}
+
+
+def said_free(unpriced: Iterable[str]) -> list[str]:
+    """Return a line on what a latency table does not hold, and how results err without it.
+
+    No line if it holds everything.
+    """
+    names = sorted(set(unpriced))
+    apart = {name: way for name, way in ERRS.items() if name in names}
+    drafting = [name for name in names if name not in apart]
+    said = [f"{', '.join(drafting)} (speedups are too high)"] if drafting else []
+    said += [f"{name} ({way})" for name, way in apart.items()]
+    return [f"not in the latency table, counted as 0 s: {'; '.join(said)}"] if said else []
+
+
+def said_outside(rows: Sequence[Mapping[Any, Any]]) -> list[str]:
+    """Return a line on rows with passes outside the measured sizes, with the row of the most.
+
+    ``outside`` is the share of a row's passes; ``batch`` and ``context`` are named if rows have
+    them.  No line if there is no such row.
+    """
+    found = [row for row in rows if row["outside"]]
+    if not found:
+        return []
+    worst = sorted(found, key=lambda row: (row["outside"], row.get("batch") or 0))[-1]
+    at = f" at batch {worst['batch']}" if "batch" in worst else ""
+    context = worst.get("context")
+    at += f", context {context:g}" if context is not None and not math.isnan(context) else ""
+    return [
+        f"{len(found)} of {len(rows)} rows have passes outside the measured sizes, priced by a "
+        f"fitted roofline: most {worst['policy']}{at} ({worst['outside']:.1%} of its passes)"
+    ]
+
+
+def said_served(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return lines on the policies whose loads had passes outside the measured sizes, and
+    `said_free`.
+    """
+    names = dict.fromkeys(row["policy"] for row in rows if row["extrapolated"])
+    said = [
+        "passes outside the measured sizes were priced by a fitted roofline for "
+        f"{', '.join(names)}: `draftsim serve` lists them"
+    ]  # fmt: skip
+    return said * bool(names) + said_free(what for row in rows for what in row["unpriced"])
