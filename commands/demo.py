@@ -58,14 +58,7 @@ def demo(
 
     If an option has two defaults, the second is that of --full.
     """
-    from commands.simulate.table import headline, print_ranked
-    from simulator.whatif.ranking import rank, ranked_rows
-    from traces.store.files import read_latency, read_trace
-
-    recording = load_recording("bundled", None)  # of the pair, made on another machine
-    trace, latency = recording.trace, recording.latency
-    rows = ranked_rows(rank(trace, latency, None, say=note), latency, trace)
-    note(f"Predicted for the recorded machine ({latency.meta['device']}): {headline(rows)}")
+    say_recorded()
     size = FULL if full else QUICK
     size = size._replace(
         prompts=limit or size.prompts, tokens=max_new_tokens or size.tokens,
@@ -73,8 +66,12 @@ def demo(
     )  # fmt: skip
     _profiled(out, size)
 
-    from profiler.recording.run import only_writer  # no torch is needed for the first answer
+    # No torch is needed for the first answer.
+    from commands.simulate.table import print_ranked
+    from profiler.recording.run import only_writer
     from simulator.plots.recording import save_all
+    from simulator.whatif.ranking import rank, ranked_rows
+    from traces.store.files import read_latency, read_trace
 
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
     ranking = rank(trace, latency, None, say=note)
@@ -95,6 +92,17 @@ def demo(
     for line in left_out:
         note(line)
     note(f"wrote {_page(out, trace, ranking)}: a report of all this, for a browser")
+
+
+def say_recorded() -> None:
+    """Say which policy is fastest on the machine that the bundled recording is of."""
+    from commands.simulate.table import headline
+    from simulator.whatif.ranking import rank, ranked_rows
+
+    recording = load_recording("bundled", None)
+    trace, latency = recording.trace, recording.latency
+    rows = ranked_rows(rank(trace, latency, None, say=note), latency, trace)
+    note(f"Predicted for the recorded machine ({latency.meta['device']}): {headline(rows)}")
 
 
 def _profiled(out: Path, size: Size) -> None:

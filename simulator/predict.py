@@ -379,11 +379,12 @@ def compare(
     *listed, ranking, more, ruled = [result for result, _ in found]
     more += ruled
     if every:
-        (found_texts, texts_missing), (found_others, others_missing), lossy_logs = listed
+        *sources, lossy_logs = listed
         more += lossy_logs
         known = {log.policy for log in more}
-        reasons = {**texts_missing, **others_missing}
-        systems = in_listed_order([*found_texts, *found_others], reasons, say)
+        replayed = [log for logs, _ in sources for log in logs]
+        reasons = {name: why for _, missing in sources for name, why in missing.items()}
+        systems = in_listed_order(replayed, reasons, say)
         more += [log for log in systems if log.policy not in known]
     return Compared(trace, ranking, told_apart(more), free)
 

@@ -14,6 +14,7 @@ import pytest
 from policies.batch.base import SingleStream
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.lengths.gammatune import GammaTune
+from policies.registry import parse_policy
 from simulator.pricing import autoregressive, price
 from simulator.serving import ClosedLoop, Limits, Scenario, TableCost, simulate
 from simulator.tune.costs import RESTING
@@ -92,7 +93,7 @@ def test_one_request_at_a_time_is_served_at_its_price(
 
 def test_a_drafter_that_reads_along_is_the_engines_own_resting_policy(trace: Trace) -> None:
     """vLLM's and SGLang's K = 0, which drafts one token and verifies none."""
-    made = always_drafted(replay(trace, Fixed(0), name="resting"), 1)
+    made = always_drafted(replay(trace, parse_policy("batch-table:table=[[1,64,0]]")), 1)
     real = replay(trace, SingleStream(RESTING))
     here = inside(made, 1)
     for name in ("drafted", "draft_forwards", "catch_up"):

@@ -32,8 +32,8 @@ from simulator.plots.recording import (
     plot_speedup,
     plot_survival,
     plot_validation,
+    save_all,
 )
-from simulator.plots.recording import save_all
 from simulator.plots.whatif import MOST_LINES, figures, plot_batches, plot_break_even, plot_maps
 from simulator.ratios import own_ratios
 from simulator.serving import Limits, Poisson, Scenario, over_batches, over_rates, serve, sweep

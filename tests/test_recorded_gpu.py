@@ -77,7 +77,7 @@ def test_the_pages_figures_of_vllm_on_an_h100_are_those_recorded(run: Run) -> No
         shown = [float(x) for x in re.findall(r"([\d.]+)%", line)]
         found = 100 * np.array([np.median(speedups), speedups.max(), np.median(rates)])
         assert shown == pytest.approx(found, abs=0.5)
-    asked = ("--batch", "1,4", "--requests", 8, "--policy", DRAFTING, "--json", "-")
+    asked = ("--batch", "1,4", "--requests", 8, "--warmup", 0, "--policy", DRAFTING, "--json", "-")
     pair = ("--trace", "qwen-coder-cpu", "--latency", "h100/llama-3.1-8b+llama-3.2-1b")
     composed = {(r["batch"], r["policy"]): r for r in run("serve", *pair, *asked).ok().rows}
     for many in (1, 4):

@@ -260,7 +260,7 @@ def decode_again(
 ) -> None:
     """Decode the recorded prompts under every job; keep rounds and outputs.
 
-    What the folder holds is kept, and a stopped run goes on with the prompt where it stopped; under
+    Finished runs of the folder are kept, and a stopped one goes on with its next prompt; under
     a `memory`, which may have changed since, finished runs are decoded again.
     """
     from policies.from_file import file_of

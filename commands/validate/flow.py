@@ -272,7 +272,7 @@ class Remeasured:
 
 
 def as_recorded(texts: Sequence[str], trace: Trace) -> list[str]:
-    """Return those of the default arms `texts` whose fixed length the trace was recorded for."""
+    """Return those of the default `texts` whose fixed length the trace was recorded for."""
     longest = trace.max_gamma or 0
     fixed = {text: text.removeprefix("fixed:gamma=") for text in texts}
     beyond = [t for t, gamma in fixed.items() if gamma.isdigit() and int(gamma) > longest]

@@ -6,6 +6,29 @@ colour-blind; line style and marker tell series apart in greyscale.  Intervals a
 intervals over prompts.
 """
 
+from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from simulator.plots.look import save, save_all_kinds
+from simulator.plots.recording import (
+    plot_categories,
+    plot_cost_ratio,
+    plot_robustness,
+    plot_speedup,
+    plot_survival,
+    plot_validation,
+)
 
-__all__ = ["save", "save_all_kinds"]
+__all__ = [
+    "COLOURS",
+    "DASHES",
+    "GREY",
+    "INK",
+    "MARKERS",
+    "plot_categories",
+    "plot_cost_ratio",
+    "plot_robustness",
+    "plot_speedup",
+    "plot_survival",
+    "plot_validation",
+    "save",
+    "save_all_kinds",
+]

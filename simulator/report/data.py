@@ -468,7 +468,7 @@ def _categories(
 def _validation(
     logs: Sequence[RoundLog], latency: LatencyTable, measured: MeasuredRuns
 ) -> dict[str, Any] | None:
-    """Return predicted against measured seconds of the arms that were replayed here too."""
+    """Return predicted against measured seconds of the policies that were replayed here too."""
     own = {log.policy: log for log in (autoregressive(logs[0]), *logs)}
     times = measured.times[measured.times["policy"].isin(list(own))]
     times = times[times["verify"] == times["policy"].map({n: log.verify for n, log in own.items()})]
