@@ -216,7 +216,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         said.append(
             f"{counted(rejected, 'request')} too large for a replica's KV cache, counted as late"
         )
-    return said + said_served(rows)
+    return said + said_served(rows, ": `draftsim serve --replicas` lists them")
 
 
 def _compared(row: Row, plain: Row) -> str:

@@ -299,9 +299,7 @@ def _draw(
 
 
 def said_assumed(assumed: list[str], prices: Prices) -> str:
-    """Return what the latencies of `assumed` take to cost nothing, and whose they are if others
-    of `prices` do not.
-    """
+    """Return what costs nothing at the latencies `assumed`; name them if `prices` has others."""
     from traces.latency.table import BATCH_FREE_SAID
 
     said = f"assumed to cost nothing: {BATCH_FREE_SAID}"
@@ -338,10 +336,11 @@ def _searched(
         first = max(real, key=lambda row: row["speedup"])
         ends = [first[f"speedup_{end}"] for end in ("lo", "hi")]
         span = "" if None in ends else f" ({' to '.join(map(three_digits, ends))})"
-        note(
-            f"{recording.said}: on held-out prompts {first['policy']} is fastest, "
-            f"{three_digits(first['speedup'])}x no speculation{span}"
-        )
+        best = "no policy is faster than no speculation"
+        if first["speedup"] > 1 + 1e-12:
+            best = f"{first['policy']} is fastest, {three_digits(first['speedup'])}x no speculation"
+            best += span
+        note(f"{recording.said}: on held-out prompts {best}")
     emit("sweep", found, json, show=SEARCHED, out=out)
     for line in said_free(what for row in found for what in row["unpriced"]):
         note(line)

@@ -338,7 +338,9 @@ def load_serving_policies(
         if not isinstance(given, str):
             if not repeats(given, chosen):
                 name = name_of(given, chosen)
-                chosen[name] = ready(name, given)
+                # An object with parameters of its own is served as it is: its rate has its units.
+                own = isinstance(given, RateOptimal) and not is_default(given)
+                chosen[name] = given if own else ready(name, given)
             continue
         if (text := name_or_added(given, chosen, trace.max_gamma, say)) is None:
             continue

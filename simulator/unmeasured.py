@@ -58,13 +58,14 @@ def said_outside(rows: Sequence[Mapping[Any, Any]]) -> list[str]:
     ]
 
 
-def said_served(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines on the policies whose loads had passes outside the measured sizes, and
-    `said_free`.
+def said_served(rows: Sequence[Mapping[str, Any]], remedy: str = "") -> list[str]:
+    """Return lines on the passes of served loads outside the measured sizes, and `said_free`.
+
+    ``remedy`` ends the first line: where these passes are listed.
     """
     names = dict.fromkeys(row["policy"] for row in rows if row["extrapolated"])
     said = [
         "passes outside the measured sizes were priced by a fitted roofline for "
-        f"{', '.join(names)}: `draftsim serve` lists them"
+        f"{', '.join(names)}{remedy}"
     ]  # fmt: skip
     return said * bool(names) + said_free(what for row in rows for what in row["unpriced"])

@@ -153,7 +153,7 @@ def test_sglang_that_proposes_more_than_it_ever_accepts_may_have_drafted_trees(
         "spec_num_correct_drafts": 19, "spec_correct_drafts_histogram": [10, 3, 5, 2],
     }  # fmt: skip
     file = written(tmp_path, {"meta_info": info})
-    with pytest.raises(FileError, match=r"accepts at most 3: a tree, or a chain of 5; --draft-len"):
+    with pytest.raises(FileError, match=r"accepts at most 3: a tree, or a chain of 5: then import"):
         counts("sglang", file)
     totals = counts("sglang", file, draft_lengths="fixed:5")
     assert (totals.longest, totals.per_position) == (5, [10, 7, 2, 0, 0])
@@ -162,7 +162,7 @@ def test_sglang_that_proposes_more_than_it_ever_accepts_may_have_drafted_trees(
         with pytest.raises(FileError, match="are no drafts of"):
             counts("sglang", file, draft_lengths=wrong)
     file = written(tmp_path, {"meta_info": {**info, "spec_num_proposed_drafts": 90}})
-    with pytest.raises(FileError, match=r"a tree, or chains of several lengths$"):
+    with pytest.raises(FileError, match=r"a tree, or chains of several lengths: give"):
         counts("sglang", file)
 
 

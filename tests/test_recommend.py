@@ -507,3 +507,13 @@ def test_notes_on_a_file_are_said_once_and_only_where_they_hold(tmp_path: Path) 
         f"write {tmp_path}/plain.json@K",
     ]
     assert len(read_benches(told, acceptance_told=True).notes) == 2
+
+
+@pytest.mark.parametrize(
+    "changed", [{"max_concurrency": "8"}, {"mean_ttft_ms": None}, {"request_throughput": None}]
+)
+def test_fields_that_are_text_or_empty_are_read(changed: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**served(8, 640.0), **changed}))
+    [run] = read_benches([f"{path}@0"]).runs
+    assert run.batch == 8

@@ -246,7 +246,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def console(**options: Any) -> Console:
-    """Return a console that takes text for text: names with brackets are anybody's."""
+    """Return a console without markup, because names can hold brackets."""
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 

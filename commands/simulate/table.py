@@ -271,6 +271,8 @@ ORACLE, RULE = "oracle", "rate-optimal"
 def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[str, str]]:
     """Return one line a category, as text: the rungs from one fixed length up to the oracle.
 
+    Under a lossy rule there is no oracle: it knows what a lossless rule accepts.
+
     ``overall`` are the rows over all prompts, ``rows`` those by category: all of lossless rules,
     or of one other rule.
     The fixed length is the one that is best over all prompts, so that it is one setting; the
@@ -291,7 +293,7 @@ def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[st
         line["speedup"] = "-" if best is None else _speed(best)
         line["95%"] = "-" if best is None else _span(best)
         for kind in (RULE, ORACLE):
-            if kind in by_kind:
+            if kind in by_kind and (kind == RULE or lossless(by_kind[kind]["verify"])):
                 line[kind.replace("-", "-\n")] = _speed(by_kind[kind])
         lines.append(line)
     return lines

@@ -266,7 +266,7 @@ class Sweeps:
         return [groups[n][i] for n in sizes for i in self._rng.permutation(len(groups[n]))]
 
     def cells(self) -> pd.DataFrame:
-        """Return rows as in `traces.latency.table`: means over sweeps, half quartile ranges."""
+        """Return rows as in `traces.latency.table`: means and half interquartile ranges."""
         return rows_of(list(self._steps), self._samples)
 
 

@@ -144,7 +144,7 @@ class _Stage:
     def part(
         self, name: str, make: Callable[[Any], dict[str, Any]], needs: Any = True
     ) -> dict[str, Any]:
-        """Return a part's results, from now or before; empty if it failed, late or lacks input."""
+        """Return a part's results, from now or before; empty if it failed or cannot run."""
         if (unit := self.units.get(name)) is not None and not unfinished(unit):
             return unit
         if needs is None:

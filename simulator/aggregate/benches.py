@@ -334,8 +334,8 @@ def _drafted(fields: _Fields, length: int) -> float | None:
     """Return the mean tokens drafted in a step; None if all had `length`, or no count says."""
     if fields.drafted is None or not length or fields.drafted >= length:
         return None
-    accepted = sum(fields.accepted) or (fields.emitted or 1) - 1
-    return max(fields.drafted, accepted)  # equal up to rounding where all were accepted
+    emitted = 1 + sum(fields.accepted) if fields.accepted else fields.emitted or 1
+    return max(fields.drafted, emitted - 1)  # equal up to rounding where all were accepted
 
 
 def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
@@ -408,12 +408,13 @@ def _serve(record: Record) -> _Fields:
     completed = float(record["completed"])
     prompt = float(record["total_input_tokens"]) / completed
     answer = float(record["total_output_tokens"]) / completed
-    cap = record.get("max_concurrency") or None
+    cap = float(record.get("max_concurrency") or 0) or None
     mean = record.get("concurrency")  # SGLang measures it
-    if mean is None and "mean_ttft_ms" in record and "mean_tpot_ms" in record:
+    named = ("mean_ttft_ms", "mean_tpot_ms", "request_throughput")
+    ttft, tpot, rate = (None if record.get(n) is None else float(record[n]) for n in named)
+    if mean is None and ttft is not None and tpot is not None and rate is not None:
         # Little's law: requests at once are their rate times their stay.
-        stay = float(record["mean_ttft_ms"]) + float(record["mean_tpot_ms"]) * (answer - 1)
-        mean = float(record["request_throughput"]) * stay / 1e3
+        mean = rate * (ttft + tpot * (answer - 1)) / 1e3
     paced = record.get("request_rate") not in (None, "inf", math.inf)
     server = record.get("server_info") or {}  # SGLang's options
     drafts, tokens = (record.get(f"spec_decode_{n}") for n in ("num_drafts", "draft_tokens"))
@@ -424,34 +425,34 @@ def _serve(record: Record) -> _Fields:
     if drafting < 1:  # n-grams and suffixes: vLLM's acceptance is over the steps with a draft
         positions = [drafting * float(p) for p in positions]
         emitted = 1 + drafting * (float(emitted or 1) - 1)
-    named = _speculative(record)
-    if named is None and server:
-        named = _steps(server)
+    told = _speculative(record)
+    if told is None and server:
+        told = _steps(server)
     # Lengths of drafts may differ: their mean is no draft length where positions are told.
     length = len(positions) or (None if drafted is None else round(drafted))
-    if named is not None:
-        length = int(named)
+    if told is not None:
+        length = int(told)
     return _Fields(
         _at_once(cap, mean, paced), float(record["output_throughput"]), prompt, answer,
         tuple(float(p) for p in positions)[:length],
         None if emitted is None else float(emitted), length,
         record.get("model_id") or server.get("model_path"), drafting=drafting, cap=cap,
         drafted=None if drafted is None else drafting * drafted,
-        ttft_s=float(record["mean_ttft_ms"]) / 1e3 if "mean_ttft_ms" in record else None,
+        ttft_s=None if ttft is None else ttft / 1e3,
     )  # fmt: skip
 
 
-def _at_once(cap: Any, mean: Any, paced: bool) -> float | None:
+def _at_once(cap: float | None, mean: Any, paced: bool) -> float | None:
     """Return requests at once: the benchmark's limit, or their mean where it stayed below.
 
     ``paced`` requests arrive at a rate, which may keep them below the limit.
     """
     if mean is None:
-        return None if cap is None or paced else float(cap)
+        return None if paced else cap
+    held = float(mean)
     if cap is None:
-        return float(mean)
-    limit, held = float(cap), float(mean)
-    return min(limit, held) if paced or held < REACHED * limit else limit
+        return held
+    return min(cap, held) if paced or held < REACHED * cap else cap
 
 
 def _drafting(record: Record) -> float:
@@ -516,7 +517,8 @@ def _aiperf(record: Record) -> _Fields:
     if "request_latency" in record and "request_throughput" in record:
         # Little's law; latencies are in milliseconds.
         mean = average("request_throughput") * average("request_latency") / 1e3
-    cap, paced = load.get("concurrency"), bool(load.get("rate") or load.get("request_rate"))
+    cap = float(load.get("concurrency") or 0) or None
+    paced = bool(load.get("rate") or load.get("request_rate"))
     emitted, k = _accepted(record)
     models = config.get("models") or (config.get("endpoint") or {}).get("model_names") or ()
     first = next(iter(models.get("items") or () if isinstance(models, dict) else models), None)

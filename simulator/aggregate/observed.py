@@ -145,9 +145,9 @@ def _counts(file: Path, named: str, drafts: int | None) -> Positions | None:
             bool(counts["tree"]), {} if share is None else {"drafting": float(share)},
             bool(counts.get("differ")),
         )  # fmt: skip
-        return of_totals(named, totals, drafts)
-    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, DraftsimError, KeyError, TypeError, ValueError) as error:
         raise FileError(f"{named}: is damaged ({error}): import the log again") from None
+    return of_totals(named, totals, drafts)
 
 
 def _fetched(source: str, scratch: Path, number: int) -> Path:

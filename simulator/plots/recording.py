@@ -330,9 +330,10 @@ def save_all(
     said = []
     if others := [log.policy for log in every if log not in some]:
         names = ", ".join(dict.fromkeys(others)) if len(others) <= FEW else f"{len(others)} others"
+        shown = "categories.png shows" if prefill else "categories.png and cost_ratio.png show"
         said.append(
-            f"categories.png{'' if prefill else ' and cost_ratio.png'} show the fastest policy and "
-            f"{len(some) - 1} others, without {names}: name policies with --policy to draw them"
+            f"{shown} the fastest policy and {len(some) - 1} others, without {names}: name "
+            "policies with --policy to draw them"
         )
     if prefill:
         said.append("cost_ratio.png and robustness.png are of decoding alone: drop --prefill")

@@ -20,6 +20,7 @@ from policies.guard import UndeclaredSignal
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
+from policies.spec import parameters
 from policies.together import Synchronise, Together, together_of
 from simulator.serving.arrivals import ArrivalFile, Job
 from simulator.serving.compiled.engine import CompiledRun, ServedLoad, Serving
@@ -152,11 +153,13 @@ def lookahead_of(policy: Policy, trace: Trace) -> int:
     own = policy.longest_draft()
     bound = trace.max_gamma if own is None else own
     if bound is None:
-        text = describe(policy)
-        longer = f"{text}{',' if ':' in text else ':'}gamma_max=8"
+        text, remedy = type(policy).__name__, "give it a longest_draft()"
+        if "gamma_max" in parameters(type(policy)):
+            text = describe(policy)
+            remedy = f"write {text}{',' if ':' in text else ':'}gamma_max=8"
         raise DraftsimError(
-            f"policy {text} sets no longest draft, and neither does the trace: write {longer}, or "
-            "set Limits.lookahead in Python"
+            f"policy {text} sets no longest draft, and neither does the trace: {remedy}, or set "
+            "Limits.lookahead in Python"
         )
     return bound
 
@@ -335,8 +338,9 @@ class EventEngine(Replica):
                 self.prefilled(chunk)
 
     def _kept_up(self, slots: list[Slot], rounds: list[Round]) -> list[Round]:
-        """Return `rounds` as they are in an engine whose drafter runs in every iteration, if it is
-        one: the drafter then has fewer tokens to catch up on.
+        """Return the rounds with the catch-up tokens of a drafter that runs in every iteration.
+
+        In other engines they stay as they are.
         """
         if not self.cost.always:
             return rounds

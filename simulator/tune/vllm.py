@@ -19,7 +19,7 @@ from policies.lengths.basic import Autoregressive, Fixed
 from simulator.bootstrap import resamples
 from simulator.executors import results_of
 from simulator.serving.run import Policy
-from simulator.serving.scenario import Scenario
+from simulator.serving.scenario import FILLS, Scenario
 from simulator.targets import Targets
 from simulator.tune import costs, gains, served
 from simulator.tune.formats import BY_BATCH, BY_LENGTH, CONTEXT_END, merged
@@ -244,7 +244,7 @@ def _on_draws(
     runs: list[tuple[Trace, Policy, Scenario]] = []
     for load in loads:
         for trace, policy in zip(drawn.traces, policies, strict=True):
-            short = replace(load, requests=max(len(trace.requests), 4 * load.limits.max_batch))
+            short = replace(load, requests=max(len(trace.requests), FILLS * load.limits.max_batch))
             runs += [(trace, policy, short), (trace, Autoregressive(), short)]
     parts = served.served_each(latency, runs, replications=1)
     outcomes = results_of(parts, sum(trace.tokens for trace, *_ in runs), progress=progress)

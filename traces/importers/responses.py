@@ -78,14 +78,15 @@ def _chain(file: Path, rounds: int, drafted: int | None, most: int, fixed: int |
     if fixed is not None and (drafted != fixed * rounds or most > fixed):
         raise FileError(
             f"{file}: {each:.3g} tokens proposed a verification and up to {most} accepted are no "
-            f"drafts of {fixed} each: leave --draft-lengths out"
+            f"drafts of {fixed} each: say the server's own draft length"
         )
     if drafted > most * rounds and fixed is None:
-        chain = f"a chain of {each:g}" if each.is_integer() else "chains of several lengths"
-        also = f"; --draft-lengths fixed:{each:g} of `draftsim import` says a chain"
+        chain = "chains of several lengths: give --acceptance the acceptance length instead (3:2.1)"
+        if each.is_integer():
+            chain = f"a chain of {each:g}: then import with --draft-lengths fixed:{each:g}"
         raise FileError(
             f"{file}: proposes {each:.3g} tokens a verification and accepts at most {most}: a "
-            f"tree, or {chain}{also if each.is_integer() else ''}"
+            f"tree, or {chain}"
         )
     return max(most, fixed or 0)
 

@@ -214,6 +214,10 @@ def _find(name_or_path: PathLike, kind: str, folder: Path) -> Path:
         if (found := _file(place, kind)) is not None:
             return found
     names = [p.name for p in sorted(folder.glob("*")) if _file(p, kind) is not None]
+    if not named and len(path.parts) == 1 and not path.exists() and path.name in names:
+        raise FileError(
+            f"{name_or_path}: no such file here: write {path.name} for the bundled recording"
+        )
     if named and not path.exists() and (folder / path).is_dir():
         raise FileError(
             f"the bundled recording {name_or_path} has no {kind}.parquet: name another's "

@@ -1,7 +1,8 @@
 """A vLLM engine in this process, stepped by hand, with a stopwatch on every part of a step.
 
-Written against vLLM 0.32.  Loads take turns in one engine by `lent_blocks`: a runner takes requests
-out of its batch that a scheduler's plan leaves out, and in again when they are planned
+Written against vLLM 0.32.  Loads share one engine in slices of time by `lent_blocks`: a runner
+takes requests out of its batch that a scheduler's plan leaves out, and in again when they are
+planned
 (v1/worker/gpu_model_runner.py, ``_update_states``).
 """
 

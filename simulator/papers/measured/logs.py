@@ -128,7 +128,7 @@ def _speedups(
 
 
 def _design(turns: pd.DataFrame, steps: pd.Series) -> Floats:
-    """Return a turn's own time, its steps, and its steps over the context that its output makes."""
+    """Return a turn's own time, its steps, and its steps times the context its output adds."""
     columns = np.ones(len(turns)), steps, steps * turns["tokens"] / 2
     return np.stack(columns, axis=1)
 
