@@ -37,7 +37,7 @@ from traces.latency.table import LatencyTable
 MANY = 20_000
 """Requests from which on replicas that know nothing of each other are run apart."""
 USUAL = 1000
-"""Requests of a run where nobody names a number."""
+"""Requests of a run, if the user gives no number."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Served where no load is named and passes are taken to cost the same at every batch."""
 A_PART = 100_000

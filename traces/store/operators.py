@@ -50,7 +50,7 @@ def timed_devices() -> dict[str, Path]:
 
 
 def bundled_operators(device: str) -> OperatorTable:
-    """Return the operators of a GPU that come along; DraftsimError if nobody timed them."""
+    """Return the operators of a GPU that come along; DraftsimError if no timings are known."""
     wanted = find_device(device)
     files, own = timed_devices(), STANDS_FOR.get(wanted.name, wanted.name)
     if own not in files:
@@ -106,7 +106,7 @@ def find_composed(
     corrected by them.  With ``:operators`` they are the sum of their operators; with ``:steps``
     there must be whole steps.  ``graphs`` and ``largest`` as in `Composer` and `Composer.table`.
 
-    Raises DraftsimError if nobody timed operators on the GPU, a model is not known by its sizes, or
+    Raises DraftsimError if no timings of the GPU are known, a model is not known by its sizes, or
     the weights do not fit.
     """
     where, slash, models = name.rpartition("/")

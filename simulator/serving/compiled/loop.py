@@ -599,16 +599,16 @@ def begin(engine: Arrays, r: int, order: int) -> int:
         context += request.context
         drafted += seat.drafted
         rejected = rejected or seat.accepted < seat.drafted
-        forwards, behind = seat.forwards, seat.catch_up
+        forwards, unread_before = seat.forwards, seat.catch_up
         if engine.prices.always:
             # As `EventEngine._kept_up`.
             forwards = max(forwards, engine.prices.always)
-            behind = min(behind, request.unread)
+            unread_before = min(unread_before, request.unread)
             processed = 0 if limits.takes_verified else min(seat.accepted, forwards - 1)
             request.unread = 1 + seat.accepted - processed
         if forwards:
             drafting += 1
-            catch_up += behind
+            catch_up += unread_before
             draft_context += request.context
             longest = max(longest, forwards)
             unread = unread or seat.accepted < forwards - 1
