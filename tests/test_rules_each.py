@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import cached_property
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,17 @@ def scored(seed: int, temperature: float) -> Trace:
     return Trace(columns, made.requests, made.max_gamma, meta)
 
 
+def state(rule: Any) -> bytes:
+    """A rule after a run, but for what it computes once from its own parameters, at first use."""
+    # A run whose rounds judge no token never asks for it; judged all at once, every row does.
+    kept = {
+        k: v
+        for k, v in vars(rule).items()
+        if not isinstance(getattr(type(rule), k, 0), cached_property)
+    }
+    return pickle.dumps((type(rule), kept))
+
+
 @pytest.mark.invariant(9)
 @settings(max_examples=60, deadline=None)
 @given(
@@ -108,7 +120,7 @@ def test_rounds_are_those_of_the_loop(
         assert log.mismatched is not None
         np.testing.assert_array_equal(log.mismatched, want.mismatched)
         assert (log.fidelity, log.verify) == (want.fidelity, want.verify)
-        assert pickle.dumps(log.rule) == pickle.dumps(want.rule)
+        assert state(log.rule) == state(want.rule)
 
 
 def test_what_is_not_known_or_not_its_own_is_judged_one_by_one() -> None:
