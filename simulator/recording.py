@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 
 from policies.rules.base import VerifyRule
-from simulator.aggregate.observed import read_acceptance
-from simulator.aggregate.positions import of_survival
 from simulator.chosen import Say, Text, load_rule, one_rule, silent
 from traces.acceptance.survival import impute
 from traces.acceptance.synthetic import trace_by_position
@@ -261,6 +259,9 @@ def observed_trace(
             "--acceptance says nothing of what passes cost: give --latency, such as costs of "
             "`draftsim calibrate RUNS --out FILE` or const:target=SECONDS,draft=SECONDS"
         )
+    from simulator.aggregate.observed import read_acceptance
+    from simulator.aggregate.positions import of_survival
+
     found = (
         read_acceptance(told) if isinstance(told, str)
         else of_survival(",".join(f"{chance:g}" for chance in told), told)

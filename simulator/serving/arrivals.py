@@ -206,7 +206,7 @@ class Job(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     number: int = 0
-    """Place in the order of arrival, which a run gives it."""
+    """Place in the order of arrival."""
 
 
 class Arrivals(ABC):
@@ -223,10 +223,10 @@ class Arrivals(ABC):
         if requests is None:
             raise DraftsimError("these arrivals never end: give the number of requests")
         dealt = zip(self.times(rng), _deck(len(trace.requests), rng), strict=False)
-        for arrival_s, sequence in islice(dealt, requests):
+        for number, (arrival_s, sequence) in enumerate(islice(dealt, requests)):
             info = trace.requests[sequence]
             # A log may not know its prompts; a request has one token at the least.
-            yield Job(arrival_s, sequence, max(info.prompt_length, 1), info.tokens)
+            yield Job(arrival_s, sequence, max(info.prompt_length, 1), info.tokens, number)
 
     @property
     def rate(self) -> float | None:
@@ -382,8 +382,9 @@ class ArrivalFile(Arrivals):
             away = np.where(ranks <= last, np.abs(ranked[np.minimum(ranks, last)] - own), np.inf)
             near = np.take_along_axis(ranks, away.argsort(axis=1, kind="stable"), axis=1)
             chosen = order[near[np.arange(len(own)), pick[first : first + len(own)]]]
-            for sequence, (arrival_s, prompt, output) in zip(chosen.tolist(), rows, strict=False):
-                yield Job(arrival_s, sequence, prompt, output)
+            numbered = enumerate(zip(chosen.tolist(), rows, strict=False), first)
+            for number, (sequence, (arrival_s, prompt, output)) in numbered:
+                yield Job(arrival_s, sequence, prompt, output, number)
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -98,7 +98,6 @@ def simulate(
     if expected is None or isinstance(scenario.arrivals, ArrivalFile):
         listed = list(jobs)
         expected, jobs = len(listed), iter(listed)
-    jobs = (Job(*job[:4], i) for i, job in enumerate(jobs))
     lookahead = _longest_draft(policy, trace, scenario)
     serving = Serving(
         trace, latency, policy, scenario, rule, lookahead, expected, advance, choosing

@@ -383,7 +383,7 @@ class InOrder(Arrivals):
         """Yield one job per recorded request."""
         del rng
         for i, info in enumerate(trace.requests[:requests]):
-            yield Job(0.0, i, max(info.prompt_length, 1), info.tokens)
+            yield Job(0.0, i, max(info.prompt_length, 1), info.tokens, i)
 
 
 def predict_groups(

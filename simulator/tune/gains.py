@@ -23,7 +23,7 @@ from simulator.serving import Scenario, serve
 from simulator.serving.run import Policy
 from simulator.serving.scenario import FILLS
 from simulator.tune.served import NO_SPECULATION, SEARCH_CONFIDENCE
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import Trace, once_per_trace
 from traces.latency.table import LatencyTable
 
 UNDRAFTED = (PLAIN, NO_SPECULATION)
@@ -300,14 +300,14 @@ def interval_over_prompts(
     enough = max(FEWEST, len(trace.requests), FILLS * (load.arrivals.concurrency or 0))
     load = replace(load, requests=min(load.requests or enough, enough), replications=1)
     both = {"": policies[leader.policy], PLAIN: Autoregressive()}
-    no_half = np.zeros(len(trace.requests), dtype=bool)
-    drawn = resampled(trace, no_half, DRAWS, load.seed).traces
+    drawn = _redrawn(trace)
 
     def ratio(prompts: Trace) -> float:
-        own, plain = serve(prompts, latency, both, load, rule=rule).rows()
+        [own], [plain] = serve(prompts, latency, both, load, rule=rule).runs.values()
         if closed:
-            return float(own["throughput_tok_s"] / plain["throughput_tok_s"])
-        return float(plain["e2e_s"]["mean"] / own["e2e_s"]["mean"])
+            return own.throughput / plain.throughput
+        own_s, plain_s = (run.columns(measured=True)["e2e_s"].mean() for run in (own, plain))
+        return float(plain_s / own_s)
 
     ratios = np.array(results_of(
         [partial(ratio, one) for one in drawn], 2 * sum(one.tokens for one in drawn)
@@ -317,3 +317,10 @@ def interval_over_prompts(
     # About what was served, scaled from the mean of the resamples.
     reach = half_width(ratios) * leader.ratio / ratios.mean()
     return leader.ratio - reach, leader.ratio + reach
+
+
+@once_per_trace
+def _redrawn(trace: Trace) -> Sequence[Trace]:
+    """Return resamples of all prompts: the same for every load, so that loads can be compared."""
+    no_half = np.zeros(len(trace.requests), dtype=bool)
+    return resampled(trace, no_half, DRAWS, seed=0).traces

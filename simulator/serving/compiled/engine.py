@@ -361,12 +361,10 @@ class CompiledRun:
 
     def _coverage(self, seen: Any) -> Iterator[Coverage]:
         """Yield what was read, in the order of `EngineCost.coverage`."""
-        *readers, composed = seen
-        for place, by_origin in zip(PLACES, readers, strict=True):
-            phases = self._cost.phases.get(place)
-            for origin, sizes in zip(ORIGINS, by_origin, strict=True):
-                if phases is not None and sizes.passes:
-                    yield covered(phases, origin, sizes.tolist())
+        composed = seen[-1]
+        for place, origin in zip(*seen["passes"][:-1].nonzero(), strict=True):
+            phases = self._cost.phases[PLACES[place]]
+            yield covered(phases, ORIGINS[origin], seen[place, origin].tolist())
         if composed[0].passes:
             yield covered(("target", "mixed"), COMPOSED, composed[0].tolist())
 
