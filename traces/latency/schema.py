@@ -83,7 +83,7 @@ def checked_cells(cells: pd.DataFrame) -> pd.DataFrame:
     """
     cells = typed(cells, CELL_COLUMNS, "latency table")
     cells["phase"] = cells["phase"].replace(RENAMED_PHASES)
-    if unknown := sorted(set(cells["phase"]) - set(PHASES)):
+    if unknown := sorted(set(cells["phase"].unique()) - set(PHASES)):
         raise DraftsimError(f"latency table has unknown phase(s) {', '.join(unknown)[:80]}")
     key = ["model", "phase", "batch", "new_tokens", "context"]
     if (repeated := cells[cells.duplicated(key)]).shape[0]:
@@ -127,7 +127,9 @@ def typed(frame: pd.DataFrame, columns: Mapping[str, tuple[str, str]], what: str
     for name, (dtype, _) in columns.items():
         try:
             column = frame[name]
-            found[name] = [str(v) for v in column] if dtype == "str" else column.to_numpy(dtype)
+            # As a list first: a column of text gives one value at a time slowly.
+            texts = dtype == "str"
+            found[name] = [*map(str, column.tolist())] if texts else column.to_numpy(dtype)
         except (TypeError, ValueError, OverflowError) as error:
             raise DraftsimError(f"{what} column {name!r} is not of type {dtype}") from error
         if dtype == "float64" and not (np.isfinite(found[name]) & (found[name] >= 0)).all():

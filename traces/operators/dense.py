@@ -279,7 +279,7 @@ def _curves(rows: pd.DataFrame) -> dict[tuple[str, str, int], Part]:
         together = {"seconds": "median", "per_layer": "first", "measured": "min"}
         rows = rows.groupby(keys, as_index=False).agg(together)
     rows = rows.sort_values(keys)
-    names = list(rows[keys[:3]].itertuples(index=False, name=None))
+    names = [*zip(*(rows[key].tolist() for key in keys[:3]), strict=True)]
     tokens, seconds = rows["tokens"].to_numpy(float), rows["seconds"].to_numpy(float)
     per_layer, measured = rows["per_layer"].tolist(), rows["measured"].to_numpy() == 1
     cuts = [i for i, name in enumerate(names) if not i or name != names[i - 1]]

@@ -80,7 +80,7 @@ class OperatorTable:
 
     def __post_init__(self) -> None:
         rows = typed(self.rows, OPERATOR_COLUMNS, "operator table")
-        if unknown := sorted(set(rows["operator"]) - set(OPERATORS)):
+        if unknown := sorted(set(rows["operator"].unique()) - set(OPERATORS)):
             raise DraftsimError(f"operator table has unknown operator(s) {', '.join(unknown)}")
         object.__setattr__(self, "rows", rows)
 
@@ -90,7 +90,7 @@ class OperatorTable:
     @property
     def devices(self) -> list[str]:
         """GPUs that operators were timed on."""
-        return sorted(set(self.rows["device"]))
+        return sorted(self.rows["device"].unique())
 
     @property
     def models(self) -> list[tuple[str, int]]:
