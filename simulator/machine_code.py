@@ -22,13 +22,8 @@ def compiled(function: Function, **how: Any) -> Function:
     given = config.CACHE_DIR
     config.CACHE_DIR = given or str(FOLDER)
     try:
-        made: Any = numba.njit(cache=True, **how)(function)
+        return cast("Function", numba.njit(cache=True, **how)(function))
     except RuntimeError:  # neither there nor in the user's cache can anything be written
         return cast("Function", numba.njit(**how)(function))
     finally:
         config.CACHE_DIR = given
-    # Before it looks on disk numba loads all that it can compile, which takes ten times as long as
-    # to read machine code; a function that is not there loads it when it is compiled.
-    kept = made._cache
-    kept.load_overload = getattr(kept, "_load_overload", kept.load_overload)
-    return cast("Function", made)

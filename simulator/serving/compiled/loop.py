@@ -69,6 +69,11 @@ def jit(function: Function) -> Function:
     made: Any = compiled(function, _nrt=False)
     if made.stats.cache_path:
         drop_stale(made.stats.cache_path)
+        # Before it looks on disk numba loads all that it can compile, which takes ten times as long
+        # as to read machine code.  What is not there loads it when it is compiled; what is there
+        # needs none of it, as it does without the runtime.
+        kept = made._cache
+        kept.load_overload = getattr(kept, "_load_overload", kept.load_overload)
     return cast("Function", made)
 
 
