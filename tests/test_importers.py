@@ -84,6 +84,8 @@ def test_vllm_in_summary(tmp_path: Path) -> None:
     assert totals.fixed_length
     assert totals.meta["kind"] == "vllm"
     assert not totals.tree
+    choice = {"choices": [{**SUMMARY["choices"][0], "metrics": SUMMARY["metrics"]}]}  # type: ignore[dict-item]
+    assert counts("vllm", written(tmp_path, choice)).per_position == [4, 3, 3]
     assert totals.survival()[0].tolist() == pytest.approx([4 / 43, 3 / 43, 3 / 43])
     # Counts tell as a trace does which requests they are not of.
     aborted = {**SUMMARY, "choices": [{"finish_reason": "abort"}]}
