@@ -141,6 +141,9 @@ def test_sglang_with_and_without_a_histogram(tmp_path: Path) -> None:
     off = {"meta_info": {"completion_tokens": 41, "spec_verify_ct": 0}}
     with pytest.raises(FileError, match="without speculation"):
         counts("sglang", written(tmp_path, off))
+    chunks = [{"meta_info": {**SGLANG["meta_info"], "finish_reason": why}}  # type: ignore[dict-item]
+              for why in (None, {"type": "stop"})]  # fmt: skip
+    assert counts("sglang", written(tmp_path, chunks)).rounds == 33
     bad = {"meta_info": {**SGLANG["meta_info"], "spec_verify_ct": 32}}  # type: ignore[dict-item]
     with pytest.raises(FileError, match="counts 33 rounds, spec_verify_ct 32"):
         counts("sglang", written(tmp_path, bad))
