@@ -262,6 +262,16 @@ def test_aiperf_without_steps_is_counts(tmp_path: Path) -> None:
     totals = counts("aiperf", written(tmp_path, [AIPERF, bare]))
     assert (totals.rounds, totals.accepted, totals.longest) == (4, 8, 3)
     assert totals.per_position == [4, 2, 2]
+    # The histogram ends with the most that a round accepted.
+    short: dict[str, Any] = {
+        "acceptance_histogram": {"0": 1, "1": 2}, "num_accepted_draft_tokens": 2,
+        "num_draft_tokens": 12, "num_spec_steps": 3, "num_spec_tokens": None,
+        "per_step_accepted": None, "per_step_drafted": None,
+    }  # fmt: skip
+    totals = counts("aiperf", written(tmp_path, [record(**short)] * 2))
+    assert (totals.per_position, totals.fixed_length) == ([4, 0, 0, 0], True)
+    with pytest.raises(FileError, match="more than the 1 tokens a verification"):
+        counts("aiperf", written(tmp_path, record(**short, engine="sglang")))
     # Of llama.cpp's server AIPerf spreads sums over a histogram that nobody measured.
     made_up = record(engine="llamacpp", num_spec_tokens=None, **dict.fromkeys(
         ("per_step_accepted", "per_step_drafted")))  # fmt: skip
