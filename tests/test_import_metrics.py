@@ -13,7 +13,7 @@ from tests.logs import AIPERF, DETAILED, ITERATION, counts, written
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
-from traces.importers.registry import import_log
+from traces.importers.registry import AUTO, import_log
 
 LLAMACPP = """# HELP llamacpp:tokens_predicted_total Number of generation tokens processed
 # TYPE llamacpp:tokens_predicted_total counter
@@ -112,6 +112,13 @@ def test_sglang_from_its_counters(tmp_path: Path) -> None:
     later = written(tmp_path, gauges + COUNTERS.format(1900, 20, 630), "later")
     grown = counts("prometheus", file, later)
     assert (grown.rounds, grown.accepted) == (300, 690)
+    for fresh in (
+        "# TYPE sglang:spec_accept_length gauge\n", COUNTERS.format(-100, 0, 0),
+        LENGTHS.format(0, 0) + COUNTERS.format(-100, 0, 0),
+    ):  # fmt: skip
+        first = written(tmp_path, fresh.replace("-100.0", "0").replace(" 100.0", " 0"), "fresh")
+        since = counts(AUTO, first, file)
+        assert (since.rounds, since.accepted, since.longest) == (330, 660, 3), fresh
     with pytest.raises(FileError, match="counts do not belong together"):
         counts("prometheus", written(tmp_path, gauges + COUNTERS.format(1900, 20, 330)))
     wide = LENGTHS.format(3, 16) + COUNTERS.format(900, 10, 330)
@@ -177,6 +184,8 @@ def test_tensorrt_llm_by_position(tmp_path: Path) -> None:
     assert (totals.rounds, totals.drafted, totals.accepted) == (30, 75, 30)
     assert totals.per_position == [22, 8, 0]
     assert not totals.fixed_length
+    fresh = written(tmp_path, "trtllm_request_success_total 0.0\n", "fresh")
+    assert counts(AUTO, fresh, tmp_path / "log").per_position == [22, 8, 0]
     alone = "trtllm_spec_decode_num_draft_tokens_total 60.0\n"
     with pytest.raises(FileError, match="do not say in how many rounds"):
         counts("prometheus", written(tmp_path, alone))

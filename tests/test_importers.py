@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simulator.aggregate.positions import reservation
 from tests.conftest import Run
 from tests.logs import (
     DETAILED,
@@ -122,6 +123,20 @@ def test_scrapes_before_and_after(tmp_path: Path) -> None:
     assert lo.tolist() == hi.tolist() == pytest.approx([1.8, 2.2])
     with pytest.raises(FileError, match="name the earlier scrape first"):
         counts("prometheus", after, before)
+    assert "cannot be told" in reservation(totals)
+    texts = before.read_text(), after.read_text()
+    for name in ("process_start_time_seconds", "vllm:spec_decode_num_drafts_created"):
+        for then, rounds, said in (
+            ("1.7e+09", 100, ""),
+            ("1.8e+09", 110, "the server was restarted after before: after alone counts"),
+        ):
+            one = written(tmp_path, f"{texts[0]}{name} 1.7e+09\n", "before")
+            other = written(tmp_path, f"{texts[1]}{name} {then}\n", "after")
+            totals = counts("prometheus", one, other)
+            assert (totals.rounds, reservation(totals)) == (rounds, said)
+    # Other metrics may come first.
+    wide = "process_cpu_seconds_total 3.0\n" * 4000 + texts[1]
+    assert counts(AUTO, written(tmp_path, wide)).rounds == 110
     with pytest.raises(FileError, match=r"begin with vllm:spec_decode_ or .*; found none"):
         counts("prometheus", written(tmp_path, "process_cpu_seconds_total 3.0\n"))
     wrong = written(tmp_path, SCRAPE.format(10, 20, 9, 3, 6))

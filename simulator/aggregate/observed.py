@@ -29,6 +29,7 @@ from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
 from traces.importers.registry import import_log, looks_like
 from traces.importers.totals import Totals
+from traces.store.parquet import is_parquet
 from traces.store.text import decimal, read_text
 
 FORMS = "expected numbers, counters, a benchmark's result, a curve, a profile or a log"
@@ -102,7 +103,7 @@ def _of_files(
     if form == "auto":
         if first.is_file() and (counts := _counts(first, named[0], drafts)) is not None:
             return counts
-        if not first.is_file() or not looks_like(first):
+        if not first.is_file() or not looks_like(*(file for file in files if file.is_file())):
             if first.is_file() and first.suffix not in (".json", ".jsonl", ".csv"):
                 raise FileError(f"{named[0]}: of no known format: {FORMS}")
             bench = read_benches([str(file) for file in files])
@@ -138,11 +139,12 @@ def _counts(file: Path, named: str, drafts: int | None) -> Positions | None:
         alive: list[float] | None = None
         if chances and all(low == high for low, high in chances):
             alive = [low if rounds is None else round(low * rounds) for low, _ in chances]
-        share = counts.get("drafting")
+        kinds = {"drafting": float, "scrapes": str}
+        told = {name: counts[name] for name in kinds if counts.get(name) is not None}
         totals = Totals(
             rounds, counts["drafted"], counts["accepted"],
             counts.get("longest", len(rows) or None), alive, counts.get("requests"),
-            bool(counts["tree"]), {} if share is None else {"drafting": float(share)},
+            bool(counts["tree"]), {name: kinds[name](value) for name, value in told.items()},
             bool(counts.get("differ")),
         )  # fmt: skip
     except (ArithmeticError, DraftsimError, KeyError, TypeError, ValueError) as error:

@@ -200,9 +200,9 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
                 "their lengths are unknown: give the acceptance length by draft length, such as "
                 f"3:{1 + totals.mean_accepted:.3g} for drafts of 3"
             )
-        if drafts not in (None, k):
-            raise DraftsimError(f"{label}: counts drafts of {k}, and the draft length is {drafts}")
-        return Positions(label, {k: 1.0 + totals.mean_accepted})
+        _check_length(label, k, drafts)
+        return Positions(label, {k: 1.0 + totals.mean_accepted}, note=reservation(totals))
+    _check_length(label, totals.reach, drafts)
     alive = np.asarray(totals.per_position, dtype=float)
     counted = totals.rounds is not None
     reached = np.append(float(totals.rounds or 1), alive[:-1])
@@ -211,16 +211,24 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
     return Positions(label, lengths, reached, alive, counted, note=reservation(totals))
 
 
+def _check_length(label: str, counted: int, drafts: int | None) -> None:
+    if drafts not in (None, counted):
+        raise DraftsimError(
+            f"{label}: counts drafts of {counted}, and the draft length is {drafts}"
+        )
+
+
 def reservation(totals: Totals) -> str:
-    """Return what counts by position do not say of drafts as long as the longest, in words."""
+    """Return in words what the counts do not say: whose they are, or of drafts of full length."""
+    said = [totals.meta["scrapes"]] if "scrapes" in totals.meta else []
     if (part := totals.meta.get("drafting")) is not None:
-        return f"{part:.0%} of the steps had a draft: acceptance is taken over all steps"
-    if totals.drafted is None or totals.fixed_length:
-        return ""
-    return (
-        "its drafts differ in length, and counts by position do not say how many were shorter: "
-        "later positions accept more than this"
-    )
+        said.append(f"{part:.0%} of the steps had a draft: acceptance is taken over all steps")
+    elif totals.per_position and totals.drafted is not None and not totals.fixed_length:
+        said.append(
+            "its drafts differ in length, and counts by position do not say how many were "
+            "shorter: later positions accept more than this"
+        )
+    return "; ".join(said)
 
 
 def of_trace(label: str, trace: Trace, k: int) -> Positions:
