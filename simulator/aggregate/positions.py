@@ -93,12 +93,15 @@ class Positions:
             seen = np.where(self.reached > 0, self.reached, np.nan)
             return np.asarray(self.accepted / seen)
         # Lengths at K and K - 1 differ by the chance that all K are accepted.
+        from scipy.optimize import isotonic_regression
+
         longest = self.longest
         if set(self.known) != set(range(1, longest + 1)):
             return np.full(longest, np.nan)
         lengths = np.array([1.0, *(self.known[k] for k in range(1, longest + 1))])
-        alive = np.append(1.0, np.clip(np.diff(lengths), 0.0, 1.0))
-        alive = np.minimum.accumulate(alive)
+        # Noise lets some differences rise: pooling neighbours keeps the acceptance length.
+        falling = isotonic_regression(np.diff(lengths), increasing=False).x
+        alive = np.append(1.0, np.clip(falling, 0.0, 1.0))
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(alive[1:] / alive[:-1])
 
