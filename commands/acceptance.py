@@ -177,7 +177,7 @@ def _predicted(rows: Sequence[Mapping[str, Any]], level: float) -> str:
 
 def _judged(rows: list[dict[str, Any]], level: float) -> list[str]:
     """Return lines on how the predictions compare with what was measured."""
-    told = [row for row in rows if row["measured"] is not None]
+    told = [row for row in rows if row["inside"] is not None]
     if not told:
         return []
     errors = {

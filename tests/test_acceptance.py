@@ -295,6 +295,8 @@ def test_curve_on_the_command_line(tmp_path: Path, run: Run) -> None:
     assert shown.err.startswith("1:1.83,2:2.43,3:2.88: K = 5: 3.42 tokens per round (")
     assert "K = 8: 3.73 tokens per round (" in shown.err
     assert run("curve", path, "--given", "7").code == 2
+    given = run("curve", f"{path}#thinking_on", "--given", "1,2", "--k", "2,3")
+    assert "1 of 1 measured lengths are in" in given.ok().err
     own = run("curve", "bundled", "--given", "1,2", "--k", "4", "--json", "-").rows[0]
     assert own["inside"]
     assert json.dumps(own)
