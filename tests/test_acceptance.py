@@ -107,6 +107,21 @@ def test_what_is_no_acceptance_is_refused(given: str, message: str) -> None:
         load_positions(given)
 
 
+def test_a_log_answers_for_the_drafts_it_shows(tmp_path: Path, run: Run) -> None:
+    """Rounds of one drafted token, and their trace under any name."""
+    log, trace = tmp_path / "rounds.csv", tmp_path / "trace"
+    log.write_text("request,drafted,accepted\n" + "a,1,1\na,1,0\n" * 40)
+    run("import", "rounds", log, "--out", trace).ok()
+    for given in (log, trace):
+        assert load_positions(str(given)).longest == 1
+        refused = run("doctor", given, "--draft-length", 2).refusal
+        assert "the longest verified draft has 1 token, and drafts of 2 are asked for" in refused
+    out = tmp_path / "profile.json"
+    command = ("export", "speculation-profile", "--trace", trace, "--out", out)
+    assert "acceptance length 1.50 at draft length 1" in run(*command).ok().said
+    assert "has drafts of up to 1 token" in run(*command, "--draft-length", 2).refusal
+
+
 def test_rounds_in_order_are_a_trace(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "rounds.csv"
     path.write_text("batch,k,tokens_per_s\n1,0,90\n")

@@ -90,7 +90,7 @@ def is_told(text: str) -> bool:
         return True
     if path.is_dir():
         return not any(path.glob("*.parquet"))
-    return path.is_file() and path.suffix != ".parquet"
+    return path.is_file() and path.suffix != ".parquet" and not is_parquet(path)
 
 
 def _of_files(
