@@ -122,6 +122,17 @@ def test_a_log_answers_for_the_drafts_it_shows(tmp_path: Path, run: Run) -> None
     assert "has drafts of up to 1 token" in run(*command, "--draft-length", 2).refusal
 
 
+def test_the_error_of_counted_rounds_is_said(tmp_path: Path, run: Run) -> None:
+    path = vllm_counters(tmp_path / "metrics.txt", 400, (320, 160))
+    # Tokens per round 2.2, variance 0.2 x 1.44 + 0.4 x 0.04 + 0.4 x 0.64 = 0.56.
+    error = 1.96 * np.sqrt(0.56 / 400) / 2.2
+    assert load_positions(str(path)).error == pytest.approx(error)
+    policy = ("--policy", "fixed:gamma=2")
+    said = run("simulate", "--acceptance", path, *CONST, *policy).ok().err
+    assert f"known to within ±{error:.1%} (95%) from 400 rounds" in " ".join(said.split())
+    assert "known to within" not in run("simulate", "--acceptance", "0.8,0.4", *CONST, *policy).err
+
+
 def test_rounds_in_order_are_a_trace(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "rounds.csv"
     path.write_text("batch,k,tokens_per_s\n1,0,90\n")

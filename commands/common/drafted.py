@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 FORMS = (
     "numbers: 0.76,0.60,0.43 (chance that the first 1, 2, ... tokens are all accepted, as vLLM "
-    "logs it), 0.8 (every position, if those before were), 1:1.8,2:2.4 (acceptance length by draft "
-    "length); or a recording, a server's /metrics (also its URL on this machine; two files are "
-    "before and after), a benchmark's result, speculation_profile.json, FILE.yaml[#CURVE], or a "
-    "log that `draftsim import` reads"
+    "logs it), 0.8 (each of 8 positions, if those before were), 1:1.8,2:2.4 (acceptance length by "
+    "draft length); or a recording, a server's /metrics (also its URL on this machine; two files "
+    "are before and after), a benchmark's result, speculation_profile.json, FILE.yaml[#CURVE], or "
+    "a log that `draftsim import` reads"
 )
 """The texts and files that give acceptance by position, as help texts list them."""
 LONGEST = 8

@@ -31,6 +31,10 @@ EXPECTED = (
 )
 
 
+NORMAL_95 = 1.96
+"""Standard errors on either side of a mean in its 95% interval."""
+
+
 @dataclass(frozen=True, eq=False)
 class Positions:
     """Acceptance by position.
@@ -116,6 +120,18 @@ class Positions:
         if self.estimated:
             return median_survival(self.known, self.longest)
         return tuple(np.cumprod(np.nan_to_num(self.rates)).tolist())
+
+    @property
+    def error(self) -> float | None:
+        """Half the 95% interval of the tokens per round over their mean; None without counts."""
+        if not self.rounds:
+            return None
+        alive = np.array(self.survival)
+        tokens = 1 + alive.sum()
+        # The squares of accepted tokens have the mean sum of (2 k - 1) P(accepted >= k).
+        squares = ((2 * np.arange(1, len(alive) + 1) - 1) * alive).sum()
+        variance = squares - (tokens - 1) ** 2
+        return float(NORMAL_95 * np.sqrt(max(variance, 0.0) / self.rounds) / tokens)
 
     @property
     def named(self) -> str:
