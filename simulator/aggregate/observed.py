@@ -107,7 +107,8 @@ def _of_files(
             if first.is_file() and first.suffix not in (".json", ".jsonl", ".csv"):
                 raise FileError(f"{named[0]}: of no known format: {FORMS}")
             bench = read_benches([str(file) for file in files])
-            return of_runs(named[0], bench.runs, bench.model)
+            said = "; ".join(note.removeprefix(f"{first}: ") for note in bench.notes)
+            return replace(of_runs(named[0], bench.runs, bench.model), note=said)
     read = import_log(form, files, Options())
     label = ", ".join(Path(name).name for name in named)
     if isinstance(read, Trace):
