@@ -177,7 +177,7 @@ def _predicted(rows: Sequence[Mapping[str, Any]], level: float) -> str:
 
 def _judged(rows: list[dict[str, Any]], level: float) -> list[str]:
     """Return lines on how the predictions compare with what was measured."""
-    told = [row for row in rows if row["measured"] is not None]
+    told = [row for row in rows if row["inside"] is not None]
     if not told:
         return []
     errors = {
@@ -252,17 +252,19 @@ def profile_of(recording: Recording, k: int | None = None) -> SpeculationProfile
     import numpy as np
 
     from simulator.aggregate.positions import judged, of_trace
+    from simulator.tune.costs import longest_draft
     from simulator.tune.launch import METHODS
     from traces.store.identity import model_label
     from traces.store.speculation_profile import SpeculationProfile
 
     trace = recording.trace
-    if k is not None and trace.max_gamma is not None and k > trace.max_gamma:
+    most = longest_draft(trace)
+    if k is not None and most is not None and k > most:
         raise DraftsimError(
             f"--draft-length {k}: {recording.name} has drafts of up to "
-            f"{counted(trace.max_gamma, 'token')}: lower it, or profile with a larger --max-gamma"
+            f"{counted(most, 'token')}: lower it, or profile with a larger --max-gamma"
         )
-    longest = k or min(trace.max_gamma or LONGEST, LONGEST)
+    longest = k or min(most or LONGEST, LONGEST)
     log = of_trace(recording.name, trace, longest).log
     assert log is not None
     whole = judged(trace, log, longest) == longest

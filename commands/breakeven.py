@@ -11,7 +11,7 @@ import typer
 from commands.calibrate import fitted, known_target
 from commands.common import options
 from commands.common.configured import MOST_CONTEXT, MOST_LENGTH
-from commands.common.drafted import FORMS, LONGEST, latencies, load_positions, load_recording
+from commands.common.drafted import FORMS, latencies, load_positions, load_recording
 from commands.common.output import MEASURE_MORE, JsonOption, OutOption, emit, note, placed, remark
 from commands.common.printed import print_table
 from commands.common.progress import working
@@ -118,7 +118,7 @@ def breakeven(
     if plan:
         given = (
             load_positions(acceptance) if acceptance is not None
-            else load_positions(trace, min(max(lengths), LONGEST), source=source)
+            else load_positions(trace, source=source)
         )  # fmt: skip
         loads = grid(*_axes(batch, context, server, None, lengths), lengths)
         _plan(loads, given, server, passes, out, json)

@@ -138,7 +138,8 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
         "format": form, "rounds": totals.rounds, "drafted": totals.drafted,
         "accepted": totals.accepted, "accepted_per_round": totals.mean_accepted,
         "longest": totals.longest, "requests": totals.requests, "tree": totals.tree,
-        "differ": totals.differ, "drafting": totals.meta.get("drafting"), **measured(totals.meta),
+        "differ": totals.differ, "drafting": totals.meta.get("drafting"),
+        "scrapes": totals.meta.get("scrapes"), **measured(totals.meta),
     }  # fmt: skip
     lengths = _lengths(totals)
     more = {"counts": summary, "tokens_by_length": lengths}
@@ -151,6 +152,8 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
     _say(totals.meta)
     rounds = "means of an unknown number of" if totals.rounds is None else str(totals.rounds)
     note(f"{rounds} rounds: {totals.mean_accepted:.3f} drafted tokens accepted per round")
+    if said := reservation(totals):
+        note(said)
     if totals.tree:
         note(
             "this log is of tree drafting: only its measured speedup and acceptance length can be "
@@ -159,8 +162,6 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
     elif totals.per_position is None:
         note("the totals bound the survival curve from both sides; no trace can be made of them")
     else:
-        if said := reservation(totals):
-            note(said)
         note(
             "counts do not hold rounds in order, so they make no trace: give the counters, or the "
             "JSON of --out, as --acceptance to simulate, serve, tune, capacity or sweep"

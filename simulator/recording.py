@@ -272,6 +272,11 @@ def observed_trace(
         f"{found.said}: {counted(len(trace.requests), 'request')} of {one.prompt_length} prompt "
         f"and {one.tokens} output tokens, rounds drawn independently, {said_longest(trace)}"
     )
+    if found.error is not None:
+        say(
+            f"{found.label}: tokens per round are known to within ±{found.error:.1%} (95%) from "
+            f"{counted(found.rounds or 0, 'round')}, which the intervals leave out"
+        )
     if found.note:
         say(f"{found.label}: {found.note}")
     return found.named, trace

@@ -71,6 +71,8 @@ def test_every_command_reads_numbers_alike() -> None:
     assert rates.rates == pytest.approx([0.8, 0.75, 0.5])
     assert load_positions("0.5", 3).survival == pytest.approx((0.5, 0.25, 0.125))
     assert load_positions("1:1.8,2:2.4").survival == pytest.approx((0.8, 0.6))
+    # Measured lengths wobble: pooled chances fall and keep the length.
+    assert load_positions("1:1.8,2:2.2,3:2.8").survival == pytest.approx((0.8, 0.5, 0.5))
     profile = load_positions("bundled", 2)
     assert profile.rounds
     assert profile.survival == pytest.approx(np.cumprod(profile.rates).tolist())
@@ -103,6 +105,32 @@ def test_an_acceptance_length_alone_keeps_its_sum(tmp_path: Path) -> None:
 def test_what_is_no_acceptance_is_refused(given: str, message: str) -> None:
     with pytest.raises(DraftsimError, match=message):
         load_positions(given)
+
+
+def test_a_log_answers_for_the_drafts_it_shows(tmp_path: Path, run: Run) -> None:
+    """Rounds of one drafted token, and their trace under any name."""
+    log, trace = tmp_path / "rounds.csv", tmp_path / "trace"
+    log.write_text("request,drafted,accepted\n" + "a,1,1\na,1,0\n" * 40)
+    run("import", "rounds", log, "--out", trace).ok()
+    for given in (log, trace):
+        assert load_positions(str(given)).longest == 1
+        refused = run("doctor", given, "--draft-length", 2).refusal
+        assert "the longest verified draft has 1 token, and drafts of 2 are asked for" in refused
+    out = tmp_path / "profile.json"
+    command = ("export", "speculation-profile", "--trace", trace, "--out", out)
+    assert "acceptance length 1.50 at draft length 1" in run(*command).ok().said
+    assert "has drafts of up to 1 token" in run(*command, "--draft-length", 2).refusal
+
+
+def test_the_error_of_counted_rounds_is_said(tmp_path: Path, run: Run) -> None:
+    path = vllm_counters(tmp_path / "metrics.txt", 400, (320, 160))
+    # Tokens per round 2.2, variance 0.2 x 1.44 + 0.4 x 0.04 + 0.4 x 0.64 = 0.56.
+    error = 1.96 * np.sqrt(0.56 / 400) / 2.2
+    assert load_positions(str(path)).error == pytest.approx(error)
+    policy = ("--policy", "fixed:gamma=2")
+    said = run("simulate", "--acceptance", path, *CONST, *policy).ok().err
+    assert f"known to within ±{error:.1%} (95%) from 400 rounds" in " ".join(said.split())
+    assert "known to within" not in run("simulate", "--acceptance", "0.8,0.4", *CONST, *policy).err
 
 
 def test_rounds_in_order_are_a_trace(tmp_path: Path, run: Run) -> None:
@@ -293,6 +321,8 @@ def test_curve_on_the_command_line(tmp_path: Path, run: Run) -> None:
     assert shown.err.startswith("1:1.83,2:2.43,3:2.88: K = 5: 3.42 tokens per round (")
     assert "K = 8: 3.73 tokens per round (" in shown.err
     assert run("curve", path, "--given", "7").code == 2
+    given = run("curve", f"{path}#thinking_on", "--given", "1,2", "--k", "2,3")
+    assert "1 of 1 measured lengths are in" in given.ok().err
     own = run("curve", "bundled", "--given", "1,2", "--k", "4", "--json", "-").rows[0]
     assert own["inside"]
     assert json.dumps(own)

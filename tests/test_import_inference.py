@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -88,6 +89,19 @@ def test_a_fixed_length_is_not_taken_on_trust(tmp_path: Path) -> None:
     assert (
         f"fixed:gamma=3 is not contradicted, but with fewer than {FEWEST_TURNS} requests" in found
     )
+
+
+def test_times_that_scatter_tell_no_schedule(tmp_path: Path) -> None:
+    """Requests of which each ran at its own speed: a dependence of 5% could not be seen in them."""
+    _, file = logged(bare(), parse_policy("fixed:gamma=3"), tmp_path)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    speeds = np.random.default_rng(0).lognormal(0, 0.3, len(rows))
+    for one, speed in zip(rows, speeds, strict=True):
+        one["choices"][0]["wall_time"][0] *= speed
+    meta = import_specbench(write_rows(file, rows)).meta
+    assert not meta["draft_lengths_known"]
+    said = "fixed:gamma=3 is not contradicted, but the times of these"
+    assert said in meta["draft_lengths_found"]
 
 
 def test_no_ranking_across_unknown_lengths(tmp_path: Path, run: Run) -> None:

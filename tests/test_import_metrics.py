@@ -13,7 +13,7 @@ from tests.logs import AIPERF, DETAILED, ITERATION, counts, written
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
-from traces.importers.registry import import_log
+from traces.importers.registry import AUTO, import_log
 
 LLAMACPP = """# HELP llamacpp:tokens_predicted_total Number of generation tokens processed
 # TYPE llamacpp:tokens_predicted_total counter
@@ -112,6 +112,13 @@ def test_sglang_from_its_counters(tmp_path: Path) -> None:
     later = written(tmp_path, gauges + COUNTERS.format(1900, 20, 630), "later")
     grown = counts("prometheus", file, later)
     assert (grown.rounds, grown.accepted) == (300, 690)
+    for fresh in (
+        "# TYPE sglang:spec_accept_length gauge\n", COUNTERS.format(-100, 0, 0),
+        LENGTHS.format(0, 0) + COUNTERS.format(-100, 0, 0),
+    ):  # fmt: skip
+        first = written(tmp_path, fresh.replace("-100.0", "0").replace(" 100.0", " 0"), "fresh")
+        since = counts(AUTO, first, file)
+        assert (since.rounds, since.accepted, since.longest) == (330, 660, 3), fresh
     with pytest.raises(FileError, match="counts do not belong together"):
         counts("prometheus", written(tmp_path, gauges + COUNTERS.format(1900, 20, 330)))
     wide = LENGTHS.format(3, 16) + COUNTERS.format(900, 10, 330)
@@ -177,6 +184,8 @@ def test_tensorrt_llm_by_position(tmp_path: Path) -> None:
     assert (totals.rounds, totals.drafted, totals.accepted) == (30, 75, 30)
     assert totals.per_position == [22, 8, 0]
     assert not totals.fixed_length
+    fresh = written(tmp_path, "trtllm_request_success_total 0.0\n", "fresh")
+    assert counts(AUTO, fresh, tmp_path / "log").per_position == [22, 8, 0]
     alone = "trtllm_spec_decode_num_draft_tokens_total 60.0\n"
     with pytest.raises(FileError, match="do not say in how many rounds"):
         counts("prometheus", written(tmp_path, alone))
@@ -262,6 +271,16 @@ def test_aiperf_without_steps_is_counts(tmp_path: Path) -> None:
     totals = counts("aiperf", written(tmp_path, [AIPERF, bare]))
     assert (totals.rounds, totals.accepted, totals.longest) == (4, 8, 3)
     assert totals.per_position == [4, 2, 2]
+    # The histogram ends with the most that a round accepted.
+    short: dict[str, Any] = {
+        "acceptance_histogram": {"0": 1, "1": 2}, "num_accepted_draft_tokens": 2,
+        "num_draft_tokens": 12, "num_spec_steps": 3, "num_spec_tokens": None,
+        "per_step_accepted": None, "per_step_drafted": None,
+    }  # fmt: skip
+    totals = counts("aiperf", written(tmp_path, [record(**short)] * 2))
+    assert (totals.per_position, totals.fixed_length) == ([4, 0, 0, 0], True)
+    with pytest.raises(FileError, match="more than the 1 tokens a verification"):
+        counts("aiperf", written(tmp_path, record(**short, engine="sglang")))
     # Of llama.cpp's server AIPerf spreads sums over a histogram that nobody measured.
     made_up = record(engine="llamacpp", num_spec_tokens=None, **dict.fromkeys(
         ("per_step_accepted", "per_step_drafted")))  # fmt: skip

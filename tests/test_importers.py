@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simulator.aggregate.positions import reservation
 from tests.conftest import Run
 from tests.logs import (
     DETAILED,
@@ -84,6 +85,8 @@ def test_vllm_in_summary(tmp_path: Path) -> None:
     assert totals.fixed_length
     assert totals.meta["kind"] == "vllm"
     assert not totals.tree
+    choice = {"choices": [{**SUMMARY["choices"][0], "metrics": SUMMARY["metrics"]}]}  # type: ignore[dict-item]
+    assert counts("vllm", written(tmp_path, choice)).per_position == [4, 3, 3]
     assert totals.survival()[0].tolist() == pytest.approx([4 / 43, 3 / 43, 3 / 43])
     # Counts tell as a trace does which requests they are not of.
     aborted = {**SUMMARY, "choices": [{"finish_reason": "abort"}]}
@@ -120,6 +123,20 @@ def test_scrapes_before_and_after(tmp_path: Path) -> None:
     assert lo.tolist() == hi.tolist() == pytest.approx([1.8, 2.2])
     with pytest.raises(FileError, match="name the earlier scrape first"):
         counts("prometheus", after, before)
+    assert "cannot be told" in reservation(totals)
+    texts = before.read_text(), after.read_text()
+    for name in ("process_start_time_seconds", "vllm:spec_decode_num_drafts_created"):
+        for then, rounds, said in (
+            ("1.7e+09", 100, ""),
+            ("1.8e+09", 110, "the server was restarted after before: after alone counts"),
+        ):
+            one = written(tmp_path, f"{texts[0]}{name} 1.7e+09\n", "before")
+            other = written(tmp_path, f"{texts[1]}{name} {then}\n", "after")
+            totals = counts("prometheus", one, other)
+            assert (totals.rounds, reservation(totals)) == (rounds, said)
+    # Other metrics may come first.
+    wide = "process_cpu_seconds_total 3.0\n" * 4000 + texts[1]
+    assert counts(AUTO, written(tmp_path, wide)).rounds == 110
     with pytest.raises(FileError, match=r"begin with vllm:spec_decode_ or .*; found none"):
         counts("prometheus", written(tmp_path, "process_cpu_seconds_total 3.0\n"))
     wrong = written(tmp_path, SCRAPE.format(10, 20, 9, 3, 6))
@@ -139,6 +156,9 @@ def test_sglang_with_and_without_a_histogram(tmp_path: Path) -> None:
     off = {"meta_info": {"completion_tokens": 41, "spec_verify_ct": 0}}
     with pytest.raises(FileError, match="without speculation"):
         counts("sglang", written(tmp_path, off))
+    chunks = [{"meta_info": {**SGLANG["meta_info"], "finish_reason": why}}  # type: ignore[dict-item]
+              for why in (None, {"type": "stop"})]  # fmt: skip
+    assert counts("sglang", written(tmp_path, chunks)).rounds == 33
     bad = {"meta_info": {**SGLANG["meta_info"], "spec_verify_ct": 32}}  # type: ignore[dict-item]
     with pytest.raises(FileError, match="counts 33 rounds, spec_verify_ct 32"):
         counts("sglang", written(tmp_path, bad))

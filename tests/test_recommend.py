@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from simulator.aggregate.benches import read_benches
+from simulator.aggregate.observed import read_acceptance
 from simulator.aggregate.server import calibrate
 from simulator.tune.formats import check_settings
 from tests.conftest import Run
@@ -109,6 +110,8 @@ def test_acceptance_is_that_of_all_steps_if_some_had_no_draft(tmp_path: Path) ->
     assert found.runs[0].round_tokens == pytest.approx((3600 + 1080) / 3600)
     assert found.runs[0].drafted == pytest.approx(1300 / 3600)
     assert "25% of the steps had a draft" in found.notes[0]
+    told = read_acceptance(str(tmp_path / "ngram.json"))
+    assert told.note == "25% of the steps had a draft: acceptance is taken over all steps"
     # Requests that end take some drafts away everywhere.
     row["spec_decode_num_drafts"] = 3400
     written(tmp_path, {"head": row})

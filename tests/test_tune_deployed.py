@@ -17,7 +17,7 @@ from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.tune.formats import SettingsError, check_settings, read_settings
 from simulator.tune.tensorrt_llm import tune_dynamo, tune_tensorrt_llm
 from tests.conftest import Run
-from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace, trace_by_position
 from traces.latency.table import LatencyTable
 from traces.store.recordings import find_latency, find_trace
 
@@ -67,6 +67,12 @@ def test_dynamos_rates_are_the_recordings() -> None:
     rates = [float(rate) for rate in document["aic_nextn_accept_rates"].split(",")]
     own = of_trace("", TRACE, document["aic_nextn"]).rates
     assert rates == pytest.approx(np.asarray(own).tolist(), abs=1e-4)
+
+
+def test_dynamos_rates_are_those_given() -> None:
+    found = tune_dynamo(trace_by_position((0.9, 0.5)), FREE, [1], draws=20)
+    document: Any = found.document
+    assert document["aic_nextn_accept_rates"] == "0.9000,0.5556"
 
 
 def test_drafts_that_pay_nowhere_leave_nothing_to_write() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.common.output import remark
+from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.store.recordings import Defaulted, find_trace, folder_of, given_name
 
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 FORMS = (
     "numbers: 0.76,0.60,0.43 (chance that the first 1, 2, ... tokens are all accepted, as vLLM "
-    "logs it), 0.8 (every position, if those before were), 1:1.8,2:2.4 (acceptance length by draft "
-    "length); or a recording, a server's /metrics (also its URL on this machine; two files are "
-    "before and after), a benchmark's result, speculation_profile.json, FILE.yaml[#CURVE], or a "
-    "log that `draftsim import` reads"
+    "logs it), 0.8 (each of 8 positions, if those before were), 1:1.8,2:2.4 (acceptance length by "
+    "draft length); or a recording, a server's /metrics (also its URL on this machine; two files "
+    "are before and after), a benchmark's result, speculation_profile.json, FILE.yaml[#CURVE], or "
+    "a log that `draftsim import` reads"
 )
 """The texts and files that give acceptance by position, as help texts list them."""
 LONGEST = 8
@@ -111,16 +112,24 @@ def load_positions(
     from simulator.aggregate.observed import is_told, read_acceptance
     from simulator.aggregate.positions import of_trace
     from simulator.recording import imputed
+    from simulator.tune.costs import longest_seen
+
+    def replayed(label: str, trace: Trace) -> Positions:
+        seen = longest_seen(trace)
+        if k is not None and seen is not None and k > seen:
+            raise DraftsimError(
+                f"{label}: the longest verified draft has {counted(seen, 'token')}, and drafts of "
+                f"{k} are asked for: their acceptance was not measured"
+            )
+        return of_trace(label, trace, k or seen or min(trace.max_gamma or LONGEST, LONGEST))
 
     def rounds(label: str, read: Trace) -> Positions:
-        trace = imputed(label, read, "acceptance by position", remark)
-        seen = (trace.meta.get("imputed") or {}).get("longest_seen")
-        return of_trace(label, trace, k or int(seen or trace.max_gamma or LONGEST))
+        return replayed(label, imputed(label, read, "acceptance by position", remark))
 
     texts = [given] if isinstance(given, str) else list(given)
     if len(texts) == 1 and texts[0].strip() and not is_told(texts[0]):
         trace = load_unpriced(texts[0], source, "acceptance by position").trace
-        return of_trace(texts[0], trace, k or min(trace.max_gamma or LONGEST, LONGEST))
+        return replayed(texts[0], trace)
     if source is not None:
         raise DraftsimError(
             f"--source {source} chooses a drafter of a recording, and {', '.join(texts)} has no "

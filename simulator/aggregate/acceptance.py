@@ -201,7 +201,8 @@ def extended(
 
     ``hazard`` with ``low`` and ``high`` is the fitted hazard by position (`hazard.emitted_at`),
     ``iid`` one acceptance rate for all positions, ``two_state`` the middle of the range over texts
-    with easy and hard stretches.  Where the curve has the length, the errors are relative to it.
+    with easy and hard stretches.  Where the curve has the length and it is not `given`, the errors
+    are relative to it, and ``inside`` says if the interval holds it.
     """
     known = {k: curve[k] for k in given}
     near = max(known)
@@ -212,11 +213,11 @@ def extended(
         found = {
             "hazard": span.value, "iid": states.value, "two_state": (states.low + states.high) / 2,
         }  # fmt: skip
-        measured = curve.get(k)
+        judge = None if k in known else curve.get(k)
         rows.append({
-            "k": k, "measured": measured, **found, "low": span.low, "high": span.high,
-            "inside": None if measured is None else span.holds(measured),
-            **{f"{name}_error": None if measured is None else value / measured - 1
+            "k": k, "measured": curve.get(k), **found, "low": span.low, "high": span.high,
+            "inside": None if judge is None else span.holds(judge),
+            **{f"{name}_error": None if judge is None else value / judge - 1
                for name, value in found.items()},
         })  # fmt: skip
     return rows

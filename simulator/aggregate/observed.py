@@ -29,6 +29,7 @@ from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
 from traces.importers.registry import import_log, looks_like
 from traces.importers.totals import Totals
+from traces.store.parquet import is_parquet
 from traces.store.text import decimal, read_text
 
 FORMS = "expected numbers, counters, a benchmark's result, a curve, a profile or a log"
@@ -89,7 +90,7 @@ def is_told(text: str) -> bool:
         return True
     if path.is_dir():
         return not any(path.glob("*.parquet"))
-    return path.is_file() and path.suffix != ".parquet"
+    return path.is_file() and path.suffix != ".parquet" and not is_parquet(path)
 
 
 def _of_files(
@@ -102,11 +103,12 @@ def _of_files(
     if form == "auto":
         if first.is_file() and (counts := _counts(first, named[0], drafts)) is not None:
             return counts
-        if not first.is_file() or not looks_like(first):
+        if not first.is_file() or not looks_like(*(file for file in files if file.is_file())):
             if first.is_file() and first.suffix not in (".json", ".jsonl", ".csv"):
                 raise FileError(f"{named[0]}: of no known format: {FORMS}")
             bench = read_benches([str(file) for file in files])
-            return of_runs(named[0], bench.runs, bench.model)
+            said = "; ".join(note.removeprefix(f"{first}: ") for note in bench.notes)
+            return replace(of_runs(named[0], bench.runs, bench.model), note=said)
     read = import_log(form, files, Options())
     label = ", ".join(Path(name).name for name in named)
     if isinstance(read, Trace):
@@ -138,11 +140,12 @@ def _counts(file: Path, named: str, drafts: int | None) -> Positions | None:
         alive: list[float] | None = None
         if chances and all(low == high for low, high in chances):
             alive = [low if rounds is None else round(low * rounds) for low, _ in chances]
-        share = counts.get("drafting")
+        kinds = {"drafting": float, "scrapes": str}
+        told = {name: counts[name] for name in kinds if counts.get(name) is not None}
         totals = Totals(
             rounds, counts["drafted"], counts["accepted"],
             counts.get("longest", len(rows) or None), alive, counts.get("requests"),
-            bool(counts["tree"]), {} if share is None else {"drafting": float(share)},
+            bool(counts["tree"]), {name: kinds[name](value) for name, value in told.items()},
             bool(counts.get("differ")),
         )  # fmt: skip
     except (ArithmeticError, DraftsimError, KeyError, TypeError, ValueError) as error:

@@ -31,6 +31,10 @@ EXPECTED = (
 )
 
 
+NORMAL_95 = 1.96
+"""Standard errors on either side of a mean in its 95% interval."""
+
+
 @dataclass(frozen=True, eq=False)
 class Positions:
     """Acceptance by position.
@@ -93,12 +97,15 @@ class Positions:
             seen = np.where(self.reached > 0, self.reached, np.nan)
             return np.asarray(self.accepted / seen)
         # Lengths at K and K - 1 differ by the chance that all K are accepted.
+        from scipy.optimize import isotonic_regression
+
         longest = self.longest
         if set(self.known) != set(range(1, longest + 1)):
             return np.full(longest, np.nan)
         lengths = np.array([1.0, *(self.known[k] for k in range(1, longest + 1))])
-        alive = np.append(1.0, np.clip(np.diff(lengths), 0.0, 1.0))
-        alive = np.minimum.accumulate(alive)
+        # Noise lets some differences rise: pooling neighbours keeps the acceptance length.
+        falling = isotonic_regression(np.diff(lengths), increasing=False).x
+        alive = np.append(1.0, np.clip(falling, 0.0, 1.0))
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(alive[1:] / alive[:-1])
 
@@ -113,6 +120,18 @@ class Positions:
         if self.estimated:
             return median_survival(self.known, self.longest)
         return tuple(np.cumprod(np.nan_to_num(self.rates)).tolist())
+
+    @property
+    def error(self) -> float | None:
+        """Half the 95% interval of the tokens per round over their mean; None without counts."""
+        if not self.rounds:
+            return None
+        alive = np.array(self.survival)
+        tokens = 1 + alive.sum()
+        # The squares of accepted tokens have the mean sum of (2 k - 1) P(accepted >= k).
+        squares = ((2 * np.arange(1, len(alive) + 1) - 1) * alive).sum()
+        variance = squares - (tokens - 1) ** 2
+        return float(NORMAL_95 * np.sqrt(max(variance, 0.0) / self.rounds) / tokens)
 
     @property
     def named(self) -> str:
@@ -200,9 +219,9 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
                 "their lengths are unknown: give the acceptance length by draft length, such as "
                 f"3:{1 + totals.mean_accepted:.3g} for drafts of 3"
             )
-        if drafts not in (None, k):
-            raise DraftsimError(f"{label}: counts drafts of {k}, and the draft length is {drafts}")
-        return Positions(label, {k: 1.0 + totals.mean_accepted})
+        _check_length(label, k, drafts)
+        return Positions(label, {k: 1.0 + totals.mean_accepted}, note=reservation(totals))
+    _check_length(label, totals.reach, drafts)
     alive = np.asarray(totals.per_position, dtype=float)
     counted = totals.rounds is not None
     reached = np.append(float(totals.rounds or 1), alive[:-1])
@@ -211,16 +230,24 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
     return Positions(label, lengths, reached, alive, counted, note=reservation(totals))
 
 
+def _check_length(label: str, counted: int, drafts: int | None) -> None:
+    if drafts not in (None, counted):
+        raise DraftsimError(
+            f"{label}: counts drafts of {counted}, and the draft length is {drafts}"
+        )
+
+
 def reservation(totals: Totals) -> str:
-    """Return what counts by position do not say of drafts as long as the longest, in words."""
+    """Return in words what the counts do not say: whose they are, or of drafts of full length."""
+    said = [totals.meta["scrapes"]] if "scrapes" in totals.meta else []
     if (part := totals.meta.get("drafting")) is not None:
-        return f"{part:.0%} of the steps had a draft: acceptance is taken over all steps"
-    if totals.drafted is None or totals.fixed_length:
-        return ""
-    return (
-        "its drafts differ in length, and counts by position do not say how many were shorter: "
-        "later positions accept more than this"
-    )
+        said.append(f"{part:.0%} of the steps had a draft: acceptance is taken over all steps")
+    elif totals.per_position and totals.drafted is not None and not totals.fixed_length:
+        said.append(
+            "its drafts differ in length, and counts by position do not say how many were "
+            "shorter: later positions accept more than this"
+        )
+    return "; ".join(said)
 
 
 def of_trace(label: str, trace: Trace, k: int) -> Positions:

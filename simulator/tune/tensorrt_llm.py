@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from simulator.aggregate.positions import of_trace
+from simulator.aggregate.positions import of_survival, of_trace
 from simulator.serving.cost import TableCost
 from simulator.targets import Targets
 from simulator.tune.costs import DEFAULT_LENGTHS, longest_draft
@@ -151,7 +151,10 @@ def tune_dynamo(
         return _for_engine("dynamo", found)
     most = max(drafting)
     k = next(k for low, high, k in found.document[BY_BATCH] if low <= most <= high)
-    rates = np.nan_to_num(of_trace("", trace, k).rates)
+    # Acceptance that was given is known better than by the rounds drawn from it.
+    given = trace.meta["survival"][:k] if trace.meta.get("kind") == "acceptance" else None
+    found_by = of_trace("", trace, k) if given is None else of_survival("", given)
+    rates = np.nan_to_num(found_by.rates)
     document = {
         "aic_nextn": k, "aic_nextn_accept_rates": ",".join(f"{rate:.4f}" for rate in rates),
     }  # fmt: skip

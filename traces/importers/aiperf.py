@@ -53,7 +53,19 @@ class AIPerf(Importer):
         meta = self.meta(files, left_out=left_out, engine=sorted(engines))
         if all(record.get(name) is not None for _, _, record in records for name in STEPS):
             return stepped_trace([_stepped(*record) for record in records], meta)
-        return pooled([_summary(at, record) for at, _, record in records], meta)
+        summaries = [_summary(at, record) for at, _, record in records]
+        found = pooled(summaries, meta)
+        # As in SGLang's own responses, what exceeds the histograms may be a tree.
+        most = max(len(s.histogram or ()) for s in summaries) - 1
+        told = any(s.histogram is None or s.longest for s in summaries)
+        if "sglang" in engines and not told and (found.drafted or 0) > most * (found.rounds or 0):
+            raise FileError(
+                f"{files[0]}: SGLang proposed more than the {most} tokens a verification that "
+                "were accepted at most: a tree, or longer chains: give --acceptance the "
+                f"acceptance length instead, such as 3:{1 + found.mean_accepted:.3g} for drafts "
+                "of 3"
+            )
+        return found
 
 
 def _stepped(at: str, row: Mapping[str, Any], record: Mapping[str, Any]) -> Stepped:

@@ -46,10 +46,12 @@ class Importer(ABC):
     """One line that names the programs that write such files."""
     takes: ClassVar[tuple[str, ...]] = ()
     """Names of the `Options` that it uses."""
+    sniffed: ClassVar[int | None] = 100_000
+    """Characters of a file's beginning that `sniff` is given; None: the whole file."""
 
     @abstractmethod
     def sniff(self, text: str) -> bool:
-        """Return True if the beginning of a file looks like this format."""
+        """Return True if the beginning of a file (`sniffed`) looks like this format."""
 
     def meta(self, files: Sequence[Path], **more: Any) -> dict[str, Any]:
         """Return the provenance of what `files` tell: the format, their names, and `more`."""

@@ -49,10 +49,28 @@ def read_counts(
         counts = {key: value - before.get(key, 0) for key, value in counts.items()}
         if any(value < 0 for value in counts.values()):
             raise FileError(
-                f"{files[1]}: counts less than {files[0]}: name the earlier scrape first; a "
-                "server that was restarted between them cannot be told"
+                f"{files[1]}: counts less than {files[0]}: name the earlier scrape first, and "
+                "scrape a restarted server again"
             )
     return counts
+
+
+STARTED = "process_start_time_seconds"
+CREATED = "_created"
+"""The suffix of the time at which a counter began to count."""
+
+
+def starts(file: Path, prefix: str) -> dict[str, str]:
+    """Return the times at which a server, or else its counters, began, by what has the time."""
+    for begin in (STARTED, prefix):
+        found = {
+            f"{name} {sorted(labels.items())}": text
+            for _, name, labels, text in read_samples(file, begin)
+            if name == STARTED or name.endswith(CREATED)
+        }
+        if found:
+            return found
+    return {}
 
 
 def by_position(counts: Counts, name: str, file: Path) -> list[int]:
@@ -186,8 +204,13 @@ def _means(file: Path, steps: int | None, tree: bool, meta: Mapping[str, object]
 
 
 def _lengths(files: Sequence[Path]) -> tuple[int | None, bool]:
-    """Return steps in force, None if they are not told or changed; whether a tree was verified."""
-    told = {(_gauge(f, "spec_num_steps"), _gauge(f, "spec_num_draft_tokens")) for f in files}
+    """Return steps in force, None if they are not told or changed; whether a tree was verified.
+
+    Before its first request a server tells none, or 0.
+    """
+    names = ("spec_num_steps", "spec_num_draft_tokens")
+    *before, last = [tuple(_gauge(file, name) for name in names) for file in files]
+    told = {last, *(pair for pair in before if pair[0])}
     tree = any(steps and drafts and drafts > steps + 1 for steps, drafts in told)
     ((steps, _), *changed) = told
     return (int(steps) if steps and not changed else None), tree
@@ -263,21 +286,42 @@ class Prometheus(Importer):
         "/metrics of vLLM, SGLang, TensorRT-LLM or llama.cpp's server; two files: before and after"
     )
 
+    sniffed = None  # other metrics may come first, of any length
+
     def sniff(self, text: str) -> bool:
-        return bool(_servers(text)) and not text.lstrip().startswith(("{", "["))
+        return not text.lstrip().startswith(("{", "[")) and bool(_servers(text))
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
         found = [_servers(read_text(file)) for file in files]
-        if len(found[-1]) != 1 or any(other != found[-1] for other in found):
+        # Before its first request a server may have no sample yet.
+        if len(found[-1]) != 1 or any(other not in ([], found[-1]) for other in found):
             told = sorted({name for names in found for name in names}) or ["none"]
             raise FileError(
                 f"{files[-1]}: expected /metrics of one server with speculative decoding switched "
                 f"on, whose names begin with {' or '.join(SERVERS)}; found {', '.join(told)}"
             )
         server, read = SERVERS[found[-1][0]]
-        return read(files, self.meta(files, server=server))
+        meta = self.meta(files, server=server)
+        if len(files) == 2:
+            if not found[0]:
+                meta["scrapes"] = (
+                    f"{files[0].name} counts no draft yet: {files[1].name} counts from the start"
+                )
+            before, after = (starts(file, found[-1][0]) for file in files)
+            both = before.keys() & after.keys()
+            if any(before[name] != after[name] for name in both):
+                meta["scrapes"] = (
+                    f"the server was restarted after {files[0].name}: {files[1].name} alone counts"
+                )
+                files = files[1:]
+            elif not both and found[0]:
+                meta["scrapes"] = (
+                    "the scrapes do not tell when the server started: a restart between them "
+                    "cannot be told"
+                )
+        return read(files, meta)
 
 
 def _servers(text: str) -> list[str]:
-    lines = text.splitlines()
-    return [begin for begin in SERVERS if any(line.startswith(begin) for line in lines)]
+    lines = "\n" + text
+    return [begin for begin in SERVERS if f"\n{begin}" in lines]

@@ -29,7 +29,7 @@ AUTO = "auto"
 
 
 def find_importer(name: str, files: Sequence[Path]) -> Importer:
-    """Return the importer called `name`, or with ``auto`` the one that knows the first file.
+    """Return the importer called `name`, or with ``auto`` the one that knows the files.
 
     Raises
     ------
@@ -40,17 +40,20 @@ def find_importer(name: str, files: Sequence[Path]) -> Importer:
         if name not in IMPORTERS:
             raise DraftsimError(f"unknown format {name!r}{choice(name, [*IMPORTERS, AUTO])}")
         return IMPORTERS[name]
-    found = looks_like(files[0])
+    found = looks_like(*files)
     if len(found) != 1:
         what = f"looks like {' and '.join(found)}" if found else "is of no known format"
         raise FileError(f"{files[0]}: {what}: name one of {', '.join(IMPORTERS)}")
     return IMPORTERS[found[0]]
 
 
-def looks_like(file: Path) -> list[str]:
-    """Return the names of the formats that a file's beginning looks like."""
-    text = read_text(file)[:100_000]
-    return [name for name, importer in IMPORTERS.items() if importer.sniff(text)]
+def looks_like(*files: Path) -> list[str]:
+    """Return the formats that the first file which looks like any (`Importer.sniff`) looks like."""
+    for file in files:
+        text = read_text(file)
+        if found := [name for name, i in IMPORTERS.items() if i.sniff(text[: i.sniffed])]:
+            return found
+    return []
 
 
 def import_log(name: str, files: Sequence[Path], options: Options) -> Imported:

@@ -96,9 +96,10 @@ def _infos(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for holder in (row, *choices_of(row)):
             info = holder.get("meta_info")
             if isinstance(info, dict) and info.get("spec_verify_ct") is not None:
-                reason = info.get("finish_reason")
+                reason = info.get("finish_reason", {})
                 aborted = isinstance(reason, dict) and reason.get("type") == "abort"
-                if not aborted:
+                # A streamed chunk before the last, whose counts the last one holds as well.
+                if not (aborted or reason is None):
                     yield where, info
 
 

@@ -39,6 +39,8 @@ FEWEST_TURNS = 30
 """Turns below which the wall times are not asked."""
 SIGNIFICANT = 4.0
 """Standard errors from which a dependence on accepted tokens counts."""
+RULED_OUT = 2.0
+"""Standard errors by which a dependence of `UNEXPLAINED` must exceed the one found."""
 
 FORMS = "infer, none, at-least:N, fixed:N, hf-heuristic:N or another policy that reads no signal"
 
@@ -155,9 +157,9 @@ def infer(
     * no round accepted more than it drafts;
     * rounds accepted all that it drafts more often than by chance (`CHANCE`): otherwise each of
       them was rejected exactly there, at the hazard of the other rounds;
-    * wall times do not rise with accepted tokens more than its drafts explain.  This separates a
-      fixed length from a rule that stops by the draft's signals under a cap, which has the same
-      accepted lengths.
+    * wall times are known not to rise with accepted tokens more than its drafts explain.  This
+      separates a fixed length from a rule that stops by the draft's signals under a cap, which has
+      the same accepted lengths.
     """
     longest = max((a for turn in turns for a in turn.accepted), default=0)
     shown: list[tuple[str, list[list[LoggedRound]]]] = []
@@ -182,13 +184,20 @@ def infer(
                 f"{name} is not contradicted, but with fewer than {FEWEST_TURNS} requests a "
                 "rule that stops by the draft's own signals cannot be told from it"
             )
-        elif unexplained > UNEXPLAINED:
+            continue
+        share, error = unexplained
+        if share + RULED_OUT * error <= UNEXPLAINED:
+            shown.append((name, rounds))
+        elif share > max(UNEXPLAINED, SIGNIFICANT * error):
             refused = refused or (
-                f"{name} is not contradicted round by round, but {unexplained:.0%} of a round's "
+                f"{name} is not contradicted round by round, but {share:.0%} of a round's "
                 "time goes with the accepted tokens, so the drafts followed the draft's own signals"
             )
         else:
-            shown.append((name, rounds))
+            refused = refused or (
+                f"{name} is not contradicted, but the times of these {len(turns)} requests scatter "
+                "too much to tell a rule that stops by the draft's own signals from it"
+            )
     if not shown:
         return Inference(tried, why=refused or "every one is contradicted by a round of the log")
     # The plainest name first: a fixed length, then the one with most of its defaults.
@@ -255,11 +264,12 @@ def _coincidence(rounds: Sequence[Sequence[LoggedRound]]) -> float:
 
 def unexplained_share(
     turns: Sequence[LoggedTurn], rounds: Sequence[Sequence[LoggedRound]], first: int
-) -> float | None:
-    """Return the share of a round's time that accepted tokens take beyond what drafts explain.
+) -> tuple[float, float] | None:
+    """Return the share of a round's time that accepted tokens take beyond what drafts explain, and
+    its standard error.
 
-    Least squares over the turns, given rounds, drafts and context: 0 within `SIGNIFICANT` standard
-    errors, None with fewer than `FEWEST_TURNS` turns.  With right lengths it is 0.
+    Least squares over the turns, given rounds, drafts and context; None with fewer than
+    `FEWEST_TURNS` turns.  With right lengths the share is 0 to within its error.
     """
     if len(turns) < FEWEST_TURNS:
         return None
@@ -276,9 +286,8 @@ def unexplained_share(
     slope = float(left @ wall) / power
     noise = _residual(np.column_stack([others, accepted]), wall)
     error = math.sqrt(float(noise @ noise) / max(1, len(turns) - 5) / power)
-    if slope <= SIGNIFICANT * error:
-        return 0.0
-    return slope * float(accepted.sum()) / float(wall.sum())
+    share = float(accepted.sum()) / float(wall.sum())
+    return slope * share, error * share
 
 
 def _positions(turn: LoggedTurn, first: int) -> float:

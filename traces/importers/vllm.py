@@ -82,12 +82,19 @@ class VLLM(Importer):
         if not finished:
             raise FileError(f"{files[0]}: no request of it finished: {left_out[0]}")
         meta = self.meta(files, left_out=left_out)
-        told = [(at, found) for at, row in finished if (found := _metrics(row)) is not None]
-        if told and not any(name in found for _, found in told for name in STEPS):
-            left_out += [f"{at}: no metrics" for at, row in finished if _metrics(row) is None]
+        found = [(where, list(_found(where, row))) for where, row in finished]
+        without = [where for where, metrics in found if not metrics]
+        told = [one for _, metrics in found for one in metrics]
+        if told and not any(name in held for *_, held in told for name in STEPS):
+            left_out += [f"{where}: no metrics" for where in without]
             meta = self.meta(files, left_out=left_out)
-            return pooled([Summary(at, *map(found.get, SUMMED)) for at, found in told], meta)
-        return stepped_trace([one for where, row in finished for one in _found(where, row)], meta)
+            return pooled([Summary(at, *map(held.get, SUMMED)) for at, *_, held in told], meta)
+        if without:
+            raise FileError(
+                f"{without[0]}: has no metrics.speculative_decoding with {' and '.join(STEPS)}: "
+                "ask vLLM for per-request metrics with speculative decoding switched on"
+            )
+        return stepped_trace(told, meta)
 
 
 def _unfinished(row: Mapping[str, Any]) -> str | None:
@@ -104,23 +111,16 @@ def _unfinished(row: Mapping[str, Any]) -> str | None:
 
 
 def _found(where: str, row: Mapping[str, Any]) -> Iterator[Stepped]:
-    """Yield every set of step metrics in an object, with the objects around it."""
+    """Yield every set of metrics in an object, with the objects around it."""
     choices = choices_of(row)
     if (steps := _metrics(row)) is not None:
         yield where, row, choices[0] if len(choices) == 1 else row, steps
         return
-    any_found = False
     for i, choice in enumerate(choices):
         if (steps := _metrics(choice)) is not None:
-            any_found = True
             yield f"{where}, choice {i}", row if len(choices) == 1 else {
                 **row, "usage": None, "id": f"{row.get('id', where)}/{i}",
             }, choice, steps  # fmt: skip
-    if not any_found:
-        raise FileError(
-            f"{where}: has no metrics.speculative_decoding with {' and '.join(STEPS)}: ask vLLM "
-            "for per-request metrics with speculative decoding switched on"
-        )
 
 
 def _metrics(holder: Mapping[str, Any]) -> Mapping[str, Any] | None:

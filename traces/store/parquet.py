@@ -195,6 +195,15 @@ def check_no_recording(path: PathLike, but: str = "") -> None:
         raise FileError(f"{path}: holds {KINDS[found]}: name another file, or remove it")
 
 
+def is_parquet(path: PathLike) -> bool:
+    """Return True if the file can be read and begins as Parquet does, whatever its name."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:  # what is wrong with it, `read_file` says
+        return False
+
+
 def _content(path: Path) -> bytes:
     try:
         content = path.read_bytes()
@@ -264,9 +273,8 @@ def _header_of(path: PathLike) -> dict[str, Any]:
     if not Path(path).is_file():
         return {}
     try:
-        with open(path, "rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                return {}
+        if not is_parquet(path):
+            return {}
         header = parse_json((pq.read_metadata(path).metadata or {}).get(HEADER_KEY, b"{}"))
     except Exception:  # what is wrong with it, `read_file` says
         return {}
