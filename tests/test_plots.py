@@ -44,6 +44,7 @@ from traces.acceptance.synthetic import synthetic_trace, trace_by_position
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.replay.calls import in_one_pass
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.store.engine_runs import MEASURED_COLUMNS
@@ -150,6 +151,21 @@ def test_cost_ratio_curves_go_through_the_tables_speedups(
     assert list(table.index) == ["autoregressive"]
 
 
+@pytest.mark.parametrize("ratio", [0.0, 2.0])
+def test_cost_ratio_reaches_from_the_usual_ratios_to_the_pairs(
+    trace: Trace, logs: list[RoundLog], ratio: float
+) -> None:
+    latency = LatencyTable.constant(0.01, 0.01 * ratio)
+    figure = plot_cost_ratio(logs, latency, own_ratios(trace, latency))
+    curve = points(figure)[0]
+    steps = np.diff(np.log(curve[:, 0]))
+    assert steps.max() < 2 * np.median(steps)
+    assert curve[0, 1] > curve[-1, 1]
+    assert figure.axes[0].texts[0].get_position()[0] > 0
+    figure.draw_without_rendering()
+    assert figure.get_tightbbox().width < 10
+
+
 def test_the_speedup_plot_is_sorted(logs: list[RoundLog]) -> None:
     rows = summarize(logs, LATENCY, resamples=5)
     labels = [t.get_text() for t in plot_speedup(rows).axes[0].get_yticklabels()]
@@ -168,7 +184,10 @@ def test_survival_of_iid_outputs_follows_the_iid_curve() -> None:
 
 def test_survival_goes_as_far_as_the_longest_output() -> None:
     trace = synthetic_trace(0.7, tokens=8, requests=3, seed=2)
-    assert len(points(plot_survival(trace))[0]) == 7
+    recorded, iid = points(plot_survival(trace))
+    assert len(recorded) == 7
+    # One draft is accepted with the chance alpha, in short outputs as well.
+    assert recorded[0, 1] == iid[0, 1]
     with pytest.raises(DraftsimError, match="no output is longer than one token"):
         plot_survival(synthetic_trace(0.7, tokens=1, requests=3, seed=2))
 
@@ -333,6 +352,24 @@ def test_plots_count_prefill_as_the_table_does(
         table = summarize(logs, GRID, resamples=20, prefill=prefill)
         texts = {text.get_text() for text in drawn["speedup"][0].axes[0].texts}
         assert texts >= {f"{value:.2f}" for value in table["speedup"][1:]}
+
+
+def test_plots_that_do_not_apply_are_left_out_with_a_line(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("simulator.plots.look.save_all_kinds", lambda _, path, *__: path)
+
+    def drawn(latency: LatencyTable, log: RoundLog) -> tuple[set[str], str]:
+        paths, said = save_all(trace, latency, [log], tmp_path, texts=["fixed"], resamples=5)
+        return {path.stem for path in paths}, " ".join(said)
+
+    exact = replay(trace, Fixed(4), name="fixed")
+    names, said = drawn(in_one_pass(LATENCY), exact)
+    assert names == {"speedup", "categories", "survival", "robustness"}
+    assert "cost_ratio.png is not drawn" in said
+    names, said = drawn(LATENCY, replace(exact, verify="typical"))
+    assert names == {"speedup", "categories", "cost_ratio"}
+    assert "survival.png and robustness.png are of lossless verification" in said
 
 
 def test_every_map_is_drawn_so() -> None:
