@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import pytest
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
@@ -295,6 +296,26 @@ def test_figures_show_every_policy():
         plots.plot_latency_load(by_batch)
 
 
+def test_replicas_share_the_requests_that_a_figure_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    base = Scenario(Poisson(1), Limits(max_batch=4), requests=30, replicas=2)
+    scenarios = over_batches(base, [4, 2])
+    policies = {"autoregressive": Autoregressive(), "fixed": Fixed(3)}
+    rows = sweep(SMALL, GRID, policies, scenarios)
+    labels = {t.get_text() for t in plots.plot_pareto(rows).axes[0].texts}
+    assert labels <= {"4", "8"}
+    drawn: dict[str, Figure] = {}
+    monkeypatch.setattr(
+        "simulator.plots.look.save_all_kinds",
+        lambda figure, path, *_: drawn.setdefault(path.stem, figure),
+    )
+    plots.draw(tmp_path, rows, SMALL, GRID, policies, scenarios)
+    axes = drawn["over_time"].axes
+    assert axes[0].get_ylabel() == "requests running\nper replica"
+    assert axes[-1].get_xlabel().endswith("at batch 4")  # the largest, not the last
+
+
 GREY = np.array([0.299, 0.587, 0.114])
 
 
@@ -409,7 +430,8 @@ def test_lines_of_break_even_are_all_told_apart() -> None:
         many.append(other.assign(policy=f"other-{i}", **columns))
     axes = plot_break_even(pd.concat(many).astype({"policy": str})).axes[0]
     lines = axes.get_lines()
-    named = [line for line in lines if line.get_marker() != "None"]
+    assert all(line.get_marker() != "None" for line in lines)
+    named = [line for line in lines if line.get_color() != "#B8B8B8"]
     looks = {(line.get_color(), line.get_marker()) for line in named}
     assert len(looks) == len(named) == MOST_LINES
     assert {"fixed:gamma=1", "fixed:gamma=2", "fixed:gamma=4"} <= {
@@ -425,6 +447,21 @@ def test_a_break_even_that_no_policy_has_is_not_drawn() -> None:
     faster = frame.assign(**{k: 9 * frame[k] for k in ("speedup", "speedup_lo", "speedup_hi")})
     assert "break_even_c" not in figures(faster)
     assert "map_c_alpha" in figures(faster)
+
+
+def test_a_break_even_beyond_the_grid_is_an_arrow_at_its_edge() -> None:
+    frame = iid_grid()
+    most = frame["alpha_asked"].max()
+    better = frame["alpha_asked"] == most
+    faster = {k: frame[k].where(~better, 9 * frame[k]) for k in frame if k.startswith("speedup")}
+    axes = plot_break_even(frame.assign(**faster)).axes[0]
+    arrows = [c for c in axes.collections if isinstance(c, PathCollection)]
+    drawn = np.concatenate([np.asarray(c.get_offsets()) for c in arrows])
+    assert (drawn[:, 1] == frame["c"].max()).all()
+    assert np.sum(np.abs(drawn[:, 0] - most) < 0.05) >= frame["policy"].nunique()
+    assert axes.get_xlim()[1] > most
+    labels = [text.get_text() for text in axes.figure.legends[0].get_texts()]
+    assert f"a speedup at every c, up to {frame['c'].max():g}" in labels
 
 
 def test_a_grid_from_nothing_is_linear() -> None:
