@@ -289,6 +289,8 @@ COMPARED = (
     "fixed", "hf-heuristic", "confidence", "gammatune", "svip", "oracle", "eagle", "eagle3",
 )  # fmt: skip
 """Policies and systems drawn where a plot holds only a few and all were asked for."""
+COUNTED = "prefill counted"
+"""Label of a plot of decoding with prefill."""
 FEW = 6
 """Names that a line on what is left out still lists."""
 
@@ -309,7 +311,7 @@ def save_all(
     """
     every = [*logs, *systems]
     label = "lower bounds: the log does not hold its draft lengths" if trace.is_lower_bound else ""
-    counted = dict.fromkeys(("speedup", "categories"), "prefill counted") if prefill else {}
+    counted = dict.fromkeys(("speedup", "categories"), COUNTED) if prefill else {}
     overall = summarize(every, latency, resamples=resamples, prefill=prefill)
     speed = dict(zip(overall["policy"], overall["speedup"], strict=True))
     if texts and "all" not in texts:
