@@ -24,7 +24,6 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from policies.arrays import Floats
-from policies.from_file import split_name
 from policies.lengths.basic import Fixed
 from policies.registry import is_bound
 from simulator import summary
@@ -40,7 +39,14 @@ from simulator.tune.served import REPLICATIONS, check_seed, closed_load, rivals
 from simulator.tune.vllm import tune_vllm
 from simulator.unmeasured import said_free
 from simulator.validation import compare, verdict
-from simulator.whatif.ranking import BEST_FIXED, FITTED, Ranking, winner, with_best_fixed
+from simulator.whatif.ranking import (
+    BEST_FIXED,
+    FITTED,
+    Ranking,
+    is_fixed,
+    winner,
+    with_best_fixed,
+)
 from simulator.whatif.tilt import Tilter, acceptance
 from simulator.whatif.tilt_fidelity import tilt_errors
 from traces.acceptance.trace import Trace
@@ -55,7 +61,7 @@ from traces.store.engine_runs import MeasuredRuns
 Sums = list[float]
 
 MOST_GAMMA = 12
-"""Longest fixed draft length that the page has curves of."""
+"""Longest fixed draft length that the page has curves of, unless a longer one is the best."""
 ALPHAS = (*(round(0.05 * i, 2) for i in range(20)), 0.98)
 """Stops of the acceptance slider; the recording is tilted to all but 0."""
 SHOWN = 5e-4
@@ -99,7 +105,7 @@ def report_data(
     own = own_ratios(trace, latency, best)
     sums = carried(trace, latency, own)
     rows = ranked(logs, latency, told, resamples, sums, trace.source)
-    fixed = logs_by_length(trace)
+    fixed = logs_by_length(trace, best)
     stops = sliders(trace, own.ratio, own.verify, list(fixed), best)
     progress("other acceptance rates")
     moved = tilted(trace, latency, own, stops["alpha"]["values"], list(fixed))
@@ -170,10 +176,10 @@ def sliders(trace: Trace, c: float, v: float, gammas: Sequence[int], gamma: int)
     }
 
 
-def logs_by_length(trace: Trace) -> dict[int, RoundLog]:
-    """Return the trace at fixed draft lengths 1 to 12, as far as the recording goes."""
+def logs_by_length(trace: Trace, best: int = 1) -> dict[int, RoundLog]:
+    """Return the trace at fixed lengths 1 to 12, as far as the recording goes, and at `best`."""
     most = min(MOST_GAMMA, trace.max_gamma or MOST_GAMMA)
-    return _at_lengths(trace, range(1, most + 1))
+    return _at_lengths(trace, sorted({*range(1, most + 1), best}))
 
 
 def _at_lengths(trace: Trace, gammas: Sequence[int]) -> dict[int, RoundLog]:
@@ -387,7 +393,7 @@ def headline(
     by_row = {(log.policy, log.source, log.verify): log for log in logs}
     own = [by_row[row["policy"], row["source"], row["verify"]] for row in rows]
     still = {always_drafted(log, passes_always(latency)).rounds.tobytes() for log in constant}
-    still |= {log.rounds.tobytes() for log in logs if split_name(log.policy)[0] == "fixed"}
+    still |= {log.rounds.tobytes() for log in logs if is_fixed(log)}
     rest = [
         i for i, (row, log) in enumerate(zip(rows, own, strict=True))
         if row["source"] == rows[fixed]["source"] and not row["oracle"]
