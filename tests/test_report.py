@@ -111,6 +111,14 @@ def test_the_best_fixed_length_is_ranked_though_not_asked_for() -> None:
     assert f"<strong>{top['policy']}</strong>" in lead(text)
 
 
+def test_a_longer_best_fixed_length_has_curves_too() -> None:
+    long = replay(recording(), Fixed(20), name="fixed:gamma=20")
+    table = LatencyTable.constant(1.0, 1e-5)
+    found = data_of(build_report(recording(), table, [long], resamples=20, serve=False))
+    assert found["about"]["best_fixed"] == 20
+    assert found["fixed"]["gammas"] == [*range(1, 13), 20]
+
+
 def seconds(log: RoundLog) -> float:
     return price(log, latency()).total_s
 
