@@ -289,8 +289,9 @@ def by_context(
 
 
 def _bounded(found: Floats) -> dict[str, Any]:
-    known = np.where(np.isnan(found), None, found).tolist()
-    return dict(zip(("speedup", "low", "high"), known, strict=True))
+    known = found.astype(object)
+    known[np.isnan(found)] = None
+    return dict(zip(("speedup", "low", "high"), known.tolist(), strict=True))
 
 
 def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[str, Any]:
