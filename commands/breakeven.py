@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 
 SHOWN = ("batch", "context", "k", "speedup", "low", "high", "emitted", "needed", "needed_rate")
 DEFAULT_KS = "1,2,3,4,6,8"
+FIGURES = (".png", ".svg", ".pdf")
+
+
+def placed_figure(path: Path | None) -> Path | None:
+    """Return the callback of a figure's file: its suffix is told before any work is done."""
+    if path is not None and path.suffix not in ("", *FIGURES):
+        raise DraftsimError(f"--plot {path}: the suffix is not one of {', '.join(FIGURES)}")
+    return placed(path)
 
 
 def breakeven(
@@ -81,7 +89,7 @@ def breakeven(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", callback=placed, help="Draw the surface, as .png, .svg or .pdf."
+            metavar="FILE", callback=placed_figure, help="Draw the surface, as .png, .svg or .pdf."
         ),
     ] = None,
     out: OutOption = None,

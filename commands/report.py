@@ -10,7 +10,7 @@ import typer
 
 from commands.common import options
 from commands.common.drafted import load_recording, say_calibrate
-from commands.common.output import note, placed_as, remark, say_remarks
+from commands.common.output import note, placed_as, remark, say_remarks, waiting_remarks
 from commands.common.progress import working
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
@@ -56,17 +56,19 @@ def report(
     recording = load_recording(
         run, latency, source, chooses="the report", gpu=gpu, weights=weights, one_pass=one_pass
     )
-    if recording.trace.drafts_end:
+    if recording.trace.drafts_end or one_pass:
+        drafter = "a --one-pass drafter" if one_pass else recording.trace.source
+        with_it = "--one-pass" if one_pass else "--source"
         raise DraftsimError(
-            f"the page's sliders change the cost of a drafted token, and {recording.trace.source} "
-            "drafts all of a round's at once: price it with `draftsim simulate --source`"
+            f"the page's sliders change the cost of a drafted token, and {drafter} drafts all of a "
+            f"round's at once: price it with `draftsim simulate {with_it}`"
         )
     table = drafting_always(recording.priced(), always_draft)
     say_calibrate([table], 2 if serve and table.knows_batches else 1)
     # Times measured on another device are no check of what is predicted for this one.
     other = (
         latency is not None or table.meta.get("scaled") or always_draft is not None
-        or one_pass or recording.source is not None
+        or recording.source is not None
     )  # fmt: skip
     file = None if other else measured_file(run)
     measured = None if file is None else read_measured(file)
@@ -88,10 +90,15 @@ def report(
         logs = [
             always_drafted(log, passes_always(table)) for log in (*ranking.logs, *compared.more)
         ]
+        said = [recording.said, *waiting_remarks()]
+        if always_draft is not None:
+            said.append(f"--always-draft {always_draft}: the fewest draft passes of every round")
         data = report_data(
             recording.trace, table, logs, notes=notes, measured=measured, pair=names_of(recording),
-            serve=serve, resamples=resamples, progress=progress,
+            said=said, serve=serve, resamples=resamples, progress=progress,
         )  # fmt: skip
+    for line in data["about"]["free"]:
+        remark(line)
     write_atomically(out, render(data, Path(run).name).encode())
     note(headline(against_fixed(data), recording.said))
     say_remarks()

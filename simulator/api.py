@@ -54,17 +54,27 @@ class Prediction:
         The fastest policy with the target's own output; None if the table holds lower bounds.
     notes:
         Remarks on what the prediction leaves out or assumes.
+    prefill:
+        True if prefill is counted.
     """
 
     table: pd.DataFrame
     best: str | None
     notes: tuple[str, ...] = ()
+    prefill: bool = False
 
     def plot(self) -> Figure:
-        """Return a bar for each policy's speedup, with its interval."""
-        from simulator.plots.recording import plot_speedup
+        """Return each policy's speedup with its interval, in a panel per category if several."""
+        from simulator.plots.look import labelled
+        from simulator.plots.recording import COUNTED, plot_categories, plot_speedup
 
-        return plot_speedup(self.table)
+        overall = self.table
+        if "category" in overall:
+            if overall["category"].nunique() > 1:
+                parts = overall[overall["category"].notna()]
+                return labelled(plot_categories(parts), COUNTED * self.prefill)
+            overall = overall[overall["category"].isna()]
+        return labelled(plot_speedup(overall), COUNTED * self.prefill)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,13 +164,16 @@ class Study:
         return thresholds(self._fitting)
 
     def plot(self) -> Figure:
-        """Return the first map that the grid's axes allow; DraftsimError if they allow none."""
+        """Return the first map that the grid's axes allow, else the first figure.
+
+        Raises DraftsimError if they allow none.
+        """
         from simulator.plots.whatif import NOTHING, figures
 
         drawn = figures(self._fitting)
         if not drawn:
             raise DraftsimError(NOTHING)
-        return next(iter(drawn.values()))
+        return drawn[min(drawn, key=lambda name: not name.startswith("map_"))]
 
 
 def predict(
@@ -232,7 +245,7 @@ def predict(
     notes += said_free({what for row in rows for what in row["unpriced"]} - {"judging"})
     first = winner(overall)
     best = None if first is None else str(overall[first]["policy"])
-    return Prediction(pd.DataFrame(rows), best, tuple(notes))
+    return Prediction(pd.DataFrame(rows), best, tuple(notes), prefill)
 
 
 def serve(

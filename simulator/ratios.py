@@ -107,8 +107,9 @@ def carried_sums(run: Priced, plain: Priced, own: OwnRatios, drafts_at_c: bool =
 
     Seconds of drafting (catching up on the draft's cache and longer contexts included) are
     taken as proportional to c, those of verifying drafts to v, and signals, the host and plain
-    decoding stay what they are.  At the pair's own ratios the speedup is then that of the
-    seconds themselves (`simulator.summary.summarize`).  Without ``drafts_at_c`` the seconds of
+    decoding stay what they are.  Where drafts are free, every draft pass costs the other c.  At
+    the pair's own ratios the speedup is then that of the seconds themselves
+    (`simulator.summary.summarize`).  Without ``drafts_at_c`` the seconds of
     drafting stay as well: another source drafts than the model that c is the cost of.
 
     Raises DraftsimError if a ratio or the target's pass of `own` takes no time although the rounds
@@ -118,8 +119,11 @@ def carried_sums(run: Priced, plain: Priced, own: OwnRatios, drafts_at_c: bool =
     unit = own.target_s
     others = run.log.per_request(run.signal_s + run.host_s)
     drafting = run.log.per_request(run.draft_s)
+    forwards = drafting / ((own.ratio or 1.0) * (unit or 1.0))
+    if own.ratio == 0:  # free drafts have no seconds to scale
+        forwards = run.log.per_request(run.log.rounds["draft_forwards"])
     if not drafts_at_c:
-        others, drafting = others + drafting, np.zeros_like(drafting)
+        others, drafting, forwards = others + drafting, 0 * drafting, 0 * forwards
     verifying, undrafted = (
         run.log.per_request(np.where(mask, run.verify_s, 0.0)) for mask in (drafts, ~drafts)
     )
@@ -137,7 +141,7 @@ def carried_sums(run: Priced, plain: Priced, own: OwnRatios, drafts_at_c: bool =
         RatioCosts(
             # A lossy run's outputs have other lengths: plain decoding of as many tokens.
             plain.decode_s * (emitted[0] / max(emitted[1], 1.0)) / (unit or 1.0),
-            drafting / ((own.ratio or 1.0) * (unit or 1.0)),
+            forwards,
             verifying / ((own.verify or 1.0) * (unit or 1.0)),
             (undrafted + others) / (unit or 1.0),
         )

@@ -110,7 +110,7 @@ _tilted = cache(tilted)
 
 def tilted_once(
     trace: Trace, latency: LatencyTable, own: OwnRatios, stops: list[float], gammas: list[int]
-) -> dict[str, Any] | None:
+) -> dict[str, Any] | str:
     """Return the result of `tilted` for a recording, computed once."""
     return _tilted(trace, latency, own, tuple(stops), tuple(gammas))
 

@@ -67,6 +67,11 @@ def test_predict_gives_the_rows_of_simulate(run: Run) -> None:
         assert [row[name] for row in rows] == pytest.approx(found.table[name].to_list())
     assert found.best == "fixed:gamma=2"
     assert found.plot().axes
+    parts = draftsim.predict("bundled", policies=SOME, resamples=5, by_category=True, prefill=True)
+    figure = parts.plot()
+    kinds = [name for name in dict.fromkeys(parts.table["category"]) if isinstance(name, str)]
+    assert [axes.get_title() for axes in figure.axes if axes.get_visible()] == kinds
+    assert "prefill counted" in [text.get_text() for text in figure.texts]
 
 
 def test_predict_lists_the_methods_that_simulate_lists(run: Run) -> None:
@@ -193,7 +198,8 @@ def test_sweep_gives_a_grid() -> None:
     assert len(found.table) == 8
     assert len(found.best) == 4
     assert set(found.thresholds["policy"]) <= {"fixed:gamma=1", "fixed:gamma=2"}
-    assert found.plot().axes
+    titles = [axes.get_title() for axes in found.plot().axes]
+    assert titles[:2] == ["fixed:gamma=1", "fixed:gamma=2"]
     with pytest.raises(draftsim.DraftsimError, match="nothing to map"):
         draftsim.sweep("bundled", policies=["fixed:gamma=1"], resamples=0, jobs=1).plot()
 

@@ -341,6 +341,12 @@ def test_the_figure_shows_the_fewest_replicas_at_every_rate() -> None:
         for rate in np.linspace(0.5, 24, 23):
             drawn = y[np.searchsorted(x, rate) - 1]
             assert round(drawn) == np.searchsorted(steps, rate) + 1
+    # What meets the SLO nowhere is named, and an interval is inside the axes.
+    wide, never = {**rows[0], "replicas_lo": 1, "replicas_hi": 40}, {**rows[1], "curve": []}
+    figure = plots.plot_replicas([wide, never])
+    assert figure.axes[0].get_ylim()[1] > 40
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert f"{never['policy']}: meets the SLO nowhere" in named
     with pytest.raises(DraftsimError, match="no row has a curve"):
         plots.plot_replicas([{**row, "curve": []} for row in rows])
 

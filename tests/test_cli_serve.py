@@ -233,6 +233,8 @@ def test_one_prompt_has_no_interval_over_prompts(tmp_path: Path, run: Run) -> No
     load = ("--batch", 1, "--requests", 8, "--policy", "fixed:gamma=2")
     ran = run("serve", "--trace", folder, *load, "--latency", "const:target=1,draft=0.1").ok()
     assert re.search(r"fixed:gamma=2 [\d.]+x[.;]", ran.err)
+    # Nor has a load that is over before every resample has a token.
+    run("serve", "--policy", "gammatune", "--batch", "1,4", "--max-time", 5).ok()
 
 
 @pytest.mark.parametrize(

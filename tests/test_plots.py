@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import pytest
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
@@ -44,6 +45,7 @@ from traces.acceptance.synthetic import synthetic_trace, trace_by_position
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.replay.calls import in_one_pass
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.store.engine_runs import MEASURED_COLUMNS
@@ -150,6 +152,21 @@ def test_cost_ratio_curves_go_through_the_tables_speedups(
     assert list(table.index) == ["autoregressive"]
 
 
+@pytest.mark.parametrize("ratio", [0.0, 2.0])
+def test_cost_ratio_reaches_from_the_usual_ratios_to_the_pairs(
+    trace: Trace, logs: list[RoundLog], ratio: float
+) -> None:
+    latency = LatencyTable.constant(0.01, 0.01 * ratio)
+    figure = plot_cost_ratio(logs, latency, own_ratios(trace, latency))
+    curve = points(figure)[0]
+    steps = np.diff(np.log(curve[:, 0]))
+    assert steps.max() < 2 * np.median(steps)
+    assert curve[0, 1] > curve[-1, 1]
+    assert figure.axes[0].texts[0].get_position()[0] > 0
+    figure.draw_without_rendering()
+    assert figure.get_tightbbox().width < 10
+
+
 def test_the_speedup_plot_is_sorted(logs: list[RoundLog]) -> None:
     rows = summarize(logs, LATENCY, resamples=5)
     labels = [t.get_text() for t in plot_speedup(rows).axes[0].get_yticklabels()]
@@ -168,7 +185,10 @@ def test_survival_of_iid_outputs_follows_the_iid_curve() -> None:
 
 def test_survival_goes_as_far_as_the_longest_output() -> None:
     trace = synthetic_trace(0.7, tokens=8, requests=3, seed=2)
-    assert len(points(plot_survival(trace))[0]) == 7
+    recorded, iid = points(plot_survival(trace))
+    assert len(recorded) == 7
+    # One draft is accepted with the chance alpha, in short outputs as well.
+    assert recorded[0, 1] == iid[0, 1]
     with pytest.raises(DraftsimError, match="no output is longer than one token"):
         plot_survival(synthetic_trace(0.7, tokens=1, requests=3, seed=2))
 
@@ -276,6 +296,26 @@ def test_figures_show_every_policy():
         plots.plot_latency_load(by_batch)
 
 
+def test_replicas_share_the_requests_that_a_figure_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    base = Scenario(Poisson(1), Limits(max_batch=4), requests=30, replicas=2)
+    scenarios = over_batches(base, [4, 2])
+    policies = {"autoregressive": Autoregressive(), "fixed": Fixed(3)}
+    rows = sweep(SMALL, GRID, policies, scenarios)
+    labels = {t.get_text() for t in plots.plot_pareto(rows).axes[0].texts}
+    assert labels <= {"4", "8"}
+    drawn: dict[str, Figure] = {}
+    monkeypatch.setattr(
+        "simulator.plots.look.save_all_kinds",
+        lambda figure, path, *_: drawn.setdefault(path.stem, figure),
+    )
+    plots.draw(tmp_path, rows, SMALL, GRID, policies, scenarios)
+    axes = drawn["over_time"].axes
+    assert axes[0].get_ylabel() == "requests running\nper replica"
+    assert axes[-1].get_xlabel().endswith("at batch 4")  # the largest, not the last
+
+
 GREY = np.array([0.299, 0.587, 0.114])
 
 
@@ -335,6 +375,24 @@ def test_plots_count_prefill_as_the_table_does(
         assert texts >= {f"{value:.2f}" for value in table["speedup"][1:]}
 
 
+def test_plots_that_do_not_apply_are_left_out_with_a_line(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("simulator.plots.look.save_all_kinds", lambda _, path, *__: path)
+
+    def drawn(latency: LatencyTable, log: RoundLog) -> tuple[set[str], str]:
+        paths, said = save_all(trace, latency, [log], tmp_path, texts=["fixed"], resamples=5)
+        return {path.stem for path in paths}, " ".join(said)
+
+    exact = replay(trace, Fixed(4), name="fixed")
+    names, said = drawn(in_one_pass(LATENCY), exact)
+    assert names == {"speedup", "categories", "survival", "robustness"}
+    assert "cost_ratio.png is not drawn" in said
+    names, said = drawn(LATENCY, replace(exact, verify="typical"))
+    assert names == {"speedup", "categories", "cost_ratio"}
+    assert "survival.png and robustness.png are of lossless verification" in said
+
+
 def test_every_map_is_drawn_so() -> None:
     axes = plot_maps(iid_grid()).axes[0]
     assert axes.collections[0].get_cmap() == SHADES
@@ -372,7 +430,8 @@ def test_lines_of_break_even_are_all_told_apart() -> None:
         many.append(other.assign(policy=f"other-{i}", **columns))
     axes = plot_break_even(pd.concat(many).astype({"policy": str})).axes[0]
     lines = axes.get_lines()
-    named = [line for line in lines if line.get_marker() != "None"]
+    assert all(line.get_marker() != "None" for line in lines)
+    named = [line for line in lines if line.get_color() != "#B8B8B8"]
     looks = {(line.get_color(), line.get_marker()) for line in named}
     assert len(looks) == len(named) == MOST_LINES
     assert {"fixed:gamma=1", "fixed:gamma=2", "fixed:gamma=4"} <= {
@@ -388,6 +447,21 @@ def test_a_break_even_that_no_policy_has_is_not_drawn() -> None:
     faster = frame.assign(**{k: 9 * frame[k] for k in ("speedup", "speedup_lo", "speedup_hi")})
     assert "break_even_c" not in figures(faster)
     assert "map_c_alpha" in figures(faster)
+
+
+def test_a_break_even_beyond_the_grid_is_an_arrow_at_its_edge() -> None:
+    frame = iid_grid()
+    most = frame["alpha_asked"].max()
+    better = frame["alpha_asked"] == most
+    faster = {k: frame[k].where(~better, 9 * frame[k]) for k in frame if k.startswith("speedup")}
+    axes = plot_break_even(frame.assign(**faster)).axes[0]
+    arrows = [c for c in axes.collections if isinstance(c, PathCollection)]
+    drawn = np.concatenate([np.asarray(c.get_offsets()) for c in arrows])
+    assert (drawn[:, 1] == frame["c"].max()).all()
+    assert np.sum(np.abs(drawn[:, 0] - most) < 0.05) >= frame["policy"].nunique()
+    assert axes.get_xlim()[1] > most
+    labels = [text.get_text() for text in axes.figure.legends[0].get_texts()]
+    assert f"a speedup at every c, up to {frame['c'].max():g}" in labels
 
 
 def test_a_grid_from_nothing_is_linear() -> None:

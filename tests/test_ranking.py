@@ -96,6 +96,10 @@ def test_a_ranking_of_all_names_its_lengths_and_what_was_fitted() -> None:
     assert [log.policy for log in among.logs] == [best, "svip:gamma_max=24"]
     assert among.added is None
     assert among.notes == {best: BEST_FIXED}
+    # A longer fixed length that was named may be the best.
+    easy = synthetic_trace(0.95, requests=4, tokens=60)
+    longer = rank(easy, LatencyTable.constant(1.0, 1e-5), ["fixed:gamma=20"])
+    assert longer.notes == {"fixed:gamma=20": BEST_FIXED}
 
 
 def test_a_rule_is_not_fitted_to_what_a_lossy_verification_accepts() -> None:

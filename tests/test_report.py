@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
 from simulator.pricing import price
 from simulator.report.data import (
@@ -36,6 +37,7 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.replay.calls import always_drafted, drafting_always
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.store.engine_runs import write_measured
@@ -107,6 +109,14 @@ def test_the_best_fixed_length_is_ranked_though_not_asked_for() -> None:
     # And no fixed length in the page's own table by batch is faster than the headline.
     assert max(found["batches"]["speedup"][0]) <= top["speedup"] + 1e-12
     assert f"<strong>{top['policy']}</strong>" in lead(text)
+
+
+def test_a_longer_best_fixed_length_has_curves_too() -> None:
+    long = replay(recording(), Fixed(20), name="fixed:gamma=20")
+    table = LatencyTable.constant(1.0, 1e-5)
+    found = data_of(build_report(recording(), table, [long], resamples=20, serve=False))
+    assert found["about"]["best_fixed"] == 20
+    assert found["fixed"]["gammas"] == [*range(1, 13), 20]
 
 
 def seconds(log: RoundLog) -> float:
@@ -199,6 +209,52 @@ def test_other_latencies_price_the_page_and_no_measured_time_stands_beside_them(
     assert expected != pytest.approx(summarize([log], latency((1,)))["speedup"].iloc[1])
     # Times measured on another device are no check of what is predicted for this one.
     assert "Predicted against measured" not in text
+
+
+def test_the_page_says_whose_costs_these_are_and_what_they_leave_out(
+    run: Run, tmp_path: Path
+) -> None:
+    write_trace(recording(), tmp_path / "trace.parquet")
+    cells = latency((1,)).cells
+    write_latency(
+        LatencyTable(cells[cells["phase"] != "signal"], latency().meta),
+        tmp_path / "latency.parquet",
+    )
+    out = tmp_path / "report.html"
+    common = ("report", "--run", tmp_path, "--out", out, "--resamples", 5, "--no-serve",
+              "--policy", "svip")  # fmt: skip
+    free = "not in the latency table, counted as 0 s: signal (speedups are too high)"
+    assert free in run(*common, "--always-draft", 2).ok().err
+    text = out.read_text()
+    shown = [line for line in text.splitlines() if line.startswith('  <p class="small">')]
+    assert f"{tmp_path.name} (" in shown[0]
+    assert [free in line for line in shown] == [False, False, True]
+    assert "--always-draft 2" in shown[1]
+    assert "priced with measured latencies. Bars" in text
+    costs = "const:target=0.02,draft=0.001,host_round=0.001"
+    run(*common, "--latency", costs).ok()
+    assert f"at the costs of {costs}" in out.read_text().partition("</header>")[0]
+    assert "priced with constant latencies" in out.read_text()
+    refused = run(*common, "--latency", costs, "--one-pass").refusal
+    assert "a --one-pass drafter drafts all of a round's at once" in refused
+
+
+def test_no_fixed_length_is_said_to_adapt() -> None:
+    given = [fixed_two(recording()), replay(recording(), Fixed(16), name="fixed:gamma=16")]
+    always = drafting_always(latency((1,)), 2), [always_drafted(log, 2) for log in given[:1]]
+    for table, some in ((latency((1,)), given), always):
+        found = data_of(build_report(recording(), table, some, resamples=20, serve=False))
+        assert found["headline"]["policy"] == found["headline"]["fixed"]
+        assert found["headline"]["next"] is None
+
+
+def test_one_prompt_has_no_interval() -> None:
+    trace = recording().select([0])
+    text = build_report(trace, latency(), [fixed_two(trace)], resamples=20, serve=False)
+    for part in ("batches", "contexts"):
+        assert {v for row in data_of(text)[part]["low"] for v in row} == {None}
+    assert 'title="–"' in text
+    assert " ?</td>" not in text
 
 
 def test_it_says_what_it_computes() -> None:

@@ -110,3 +110,23 @@ def test_without_signals_alpha_is_tilted_all_the_same(browser: Browser, tmp_path
     assert browser.text("#out-tilted").endswith("×")
     assert rows_of(browser, "map-alpha")
     assert browser.console() == []
+
+
+def test_free_drafts_are_left_of_the_maps(browser: Browser, tmp_path: Path) -> None:
+    trace = synthetic_trace(0.7, requests=12, tokens=60)
+    log = replay(trace, parse_policy("fixed:gamma=2"), name="fixed:gamma=2")
+    path = tmp_path / "free.html"
+    path.write_text(
+        build_report(trace, LatencyTable.constant(1.0, 0.0), [log], resamples=20), encoding="utf-8"
+    )
+    browser.console()
+    browser.open(path)
+    assert browser.text("#out-even-alpha") == "any"
+    for name in ("map-recorded", "map-alpha"):
+        drawn = browser.run("return document.getElementById(arguments[0]).innerHTML", name)
+        assert "NaN" not in drawn
+        assert "c = 0 is left of the map" in drawn
+    start = browser.text("#out-recorded")
+    move(browser, "c", "End", 1)
+    assert browser.text("#out-recorded") != start
+    assert browser.console() == []

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from commands import app
-from simulator.plots.whatif import plot_batches
+from simulator.plots.whatif import figures, plot_batches
 from simulator.whatif.sweep import search_space
 from tests.conftest import Run
 from tests.serving import table_of
@@ -172,6 +172,12 @@ def test_devices_batches_and_contexts(trace: str, tmp_path: Path) -> None:
     assert (frame["source"] == "recorded").all()
     assert (plots / "map_batch_gamma_1.png").exists()
     assert (plots / "map_context_batch_2.png").exists()
+    # A batch whose cache fits at some contexts alone is left out of the map, with a line.
+    one = frame[frame["latency"] == CONST]
+    more = one[one["batch"] == 4].assign(batch=8)
+    part = pd.concat([one, more[more["context"] == 100]])
+    titles = [axes.get_title() for axes in figures(part)["map_context_batch"].axes]
+    assert titles[0] == "without batch 8, too large at some contexts\nfixed:gamma=1"
 
 
 def test_speedup_against_the_batch_of_several_gpus(trace: str, tmp_path: Path) -> None:

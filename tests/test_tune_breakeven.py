@@ -155,6 +155,8 @@ def test_dictated_runs_are_read_and_another_acceptance_is_put_in(run: Run, tmp_p
 def test_a_plan_draws_nothing(run: Run) -> None:
     ran = run("breakeven", "--plan", "--acceptance", "0.8", "--plot", "surface.png")
     assert "drop --plot" in ran.refusal
+    ran = run("breakeven", "--plot", "surface.foo")
+    assert "--plot surface.foo: the suffix is not one of .png, .svg, .pdf" in ran.refusal
 
 
 def test_a_plan_on_the_command_line(run: Run) -> None:

@@ -174,6 +174,11 @@ def remark(text: str) -> None:
         waiting.append(text)
 
 
+def waiting_remarks() -> list[str]:
+    """Return the remarks that wait, for a file that has to say them too."""
+    return [text.strip() for text in _WAITING.get() or ()]
+
+
 def say_remarks() -> None:
     """Print the remarks that waited."""
     waiting = _WAITING.get() or []

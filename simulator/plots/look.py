@@ -50,7 +50,7 @@ def save(figure: Figure, path: str | Path, dpi: int = 200, title: str = "") -> P
 
     ``title`` is written below it: pair and device.
     """
-    return _written(_labelled(figure, "", title), Path(path), dpi)
+    return _written(labelled(figure, "", title), Path(path), dpi)
 
 
 def save_all_kinds(figure: Figure, path: str | Path, label: str = "", title: str = "") -> Path:
@@ -59,7 +59,7 @@ def save_all_kinds(figure: Figure, path: str | Path, label: str = "", title: str
     ``title`` is as in `save`; ``label``, below it, is an assumption that the numbers depend on.
     """
     target = Path(path).with_suffix(".png")
-    _labelled(figure, label, title)
+    labelled(figure, label, title)
     # Placed and measured once: each kind of file would otherwise draw the whole figure twice more.
     figure.draw_without_rendering()
     figure.set_layout_engine(None)
@@ -69,7 +69,7 @@ def save_all_kinds(figure: Figure, path: str | Path, label: str = "", title: str
     return _written(figure, target, 200, box)
 
 
-def _labelled(figure: Figure, label: str, title: str) -> Figure:
+def labelled(figure: Figure, label: str, title: str = "") -> Figure:
     """Write `title` and `label` below a figure: legends lie above, at the top of all that is drawn.
 
     A title above it would be drawn over them.

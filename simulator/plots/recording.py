@@ -14,20 +14,21 @@ from matplotlib.figure import Figure
 
 from policies.from_file import split_name
 from policies.registry import is_bound
-from simulator.bootstrap import intervals, resamples
-from simulator.formulas.general import empirical_survival
+from simulator.bootstrap import interval, ratio, resamples
 from simulator.palette import COLOURS, GREY, INK
 from simulator.plots import look
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios, speedup_at
 from simulator.robustness import speedups_of
 from simulator.summary import summarize
+from simulator.whatif.ranking import lossless
 from simulator.whatif.tilt import acceptance
 from traces.acceptance.trace import Trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.machine import BUSY
+from traces.replay.calls import is_one_pass
 from traces.replay.rounds import RoundLog
 from traces.sources.registry import DRAFT_MODEL
 
@@ -182,14 +183,13 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
 
     Rounds are priced by the pair's `latency`, with drafting scaled from its `own` ratio to c
     (`simulator.ratios.carried_sums`).  So the curves meet the table's speedups at the pair's c,
-    which is marked.
+    which is marked; a logarithmic axis has no place for c = 0.
     """
-    c = np.geomspace(0.005, 1, 200)
+    shown = own.ratio or 1.0
+    c = np.unique([*np.geomspace(min(0.005, shown), max(1.0, shown), 200), shown])
     figure, axes = look.canvas(7.2, 3.8)
     plain = price(autoregressive(logs[0]), latency)
     sums = [carried_sums(price(log, latency), plain, own) for log in logs]
-    if own.ratio > 0:
-        c = np.unique([*c, own.ratio])
     rules = len({log.verify for log in logs})
     here = [float(speedup_at(s, own.ratio, own.verify)[0]) for s in sums]
     order = np.argsort([-speedup for speedup in here])
@@ -206,9 +206,11 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.axhline(1, color=INK, linewidth=0.8)
-    axes.axvline(own.ratio, color=GREY, linewidth=1, linestyle="--")
+    if own.ratio > 0:
+        axes.axvline(own.ratio, color=GREY, linewidth=1, linestyle="--")
     axes.annotate(
-        f"this pair: c = {own.ratio:.2g}", (own.ratio, 1), (4, -4), color=INK, fontsize=8,
+        f"this pair: c = {own.ratio:.2g}" + ", left of the axis" * (own.ratio == 0),
+        (own.ratio or c[0], 1), (4, -4), color=INK, fontsize=8,
         xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
     )  # fmt: skip
     axes.set_ylim(bottom=0)
@@ -225,7 +227,8 @@ def plot_survival(trace: Trace, gamma: int = 16) -> Figure:
     """Plot the chance that k drafts in a row are accepted: recorded (with interval) and i.i.d.
 
     The i.i.d. curve alpha**k has the recording's mean alpha: what lies between the curves
-    is what a formula with a single alpha misses.  Drafts go up to `gamma` tokens, at most one less
+    is what a formula with a single alpha misses.  The share of each k is of all positions with k
+    further tokens, so that the curves meet at 1.  Drafts go up to `gamma` tokens, at most one less
     than the longest output has, and as long as they were recorded by draft position.
     """
     gamma = min(gamma, max(request.tokens for request in trace.requests) - 1)
@@ -233,19 +236,20 @@ def plot_survival(trace: Trace, gamma: int = 16) -> Figure:
         gamma = min(gamma, trace.max_gamma)
     if gamma < 1:
         raise DraftsimError("no output is longer than one token: nothing was drafted")
-    curves, weights = [], []
-    for start, stop in zip(trace.request_starts[:-1], trace.request_starts[1:], strict=True):
-        if stop - start > gamma:
-            curves.append(empirical_survival(trace.run_lengths[start : stop - gamma], gamma))
-            weights.append(float(stop - start - gamma))
-    table, weight = np.array(curves), np.array(weights)
-    drawn = resamples(len(weight), 500, 0) * weight
-    low, high = intervals(drawn @ table / drawn.sum(axis=1, keepdims=True))
-    alpha = acceptance(trace)
     k = np.arange(1, gamma + 1)
+    bounds = zip(trace.request_starts[:-1], trace.request_starts[1:], strict=True)
+    accepted = np.array(
+        [(trace.run_lengths[start:stop, None] >= k).sum(axis=0) for start, stop in bounds]
+    )
+    positions = np.maximum(np.diff(trace.request_starts)[:, None] - k + 1, 0)
+    drawn = resamples(len(accepted), 500, 0)
+    low, high = np.array(
+        [interval(share) for share in ratio(drawn @ accepted, drawn @ positions).T]
+    ).T
+    alpha = acceptance(trace)
     figure, axes = look.canvas(5.6, 3.6)
     axes.fill_between(k, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
-    axes.plot(k, weight @ table / weight.sum(), "o-", color=COLOURS[0], markersize=4,
+    axes.plot(k, accepted.sum(axis=0) / positions.sum(axis=0), "o-", color=COLOURS[0], markersize=4,
               label="recorded (95% interval over prompts)")  # fmt: skip
     axes.plot(k, alpha**k, "s--", color=COLOURS[1], markersize=4, markerfacecolor="white",
               label=f"i.i.d. with the same α = {alpha:.2f}")  # fmt: skip
@@ -285,6 +289,8 @@ COMPARED = (
     "fixed", "hf-heuristic", "confidence", "gammatune", "svip", "oracle", "eagle", "eagle3",
 )  # fmt: skip
 """Policies and systems drawn where a plot holds only a few and all were asked for."""
+COUNTED = "prefill counted"
+"""Label of a plot of decoding with prefill."""
 FEW = 6
 """Names that a line on what is left out still lists."""
 
@@ -305,7 +311,7 @@ def save_all(
     """
     every = [*logs, *systems]
     label = "lower bounds: the log does not hold its draft lengths" if trace.is_lower_bound else ""
-    counted = dict.fromkeys(("speedup", "categories"), "prefill counted") if prefill else {}
+    counted = dict.fromkeys(("speedup", "categories"), COUNTED) if prefill else {}
     overall = summarize(every, latency, resamples=resamples, prefill=prefill)
     speed = dict(zip(overall["policy"], overall["speedup"], strict=True))
     if texts and "all" not in texts:
@@ -325,9 +331,13 @@ def save_all(
         "categories": plot_categories(
             summarize(some, latency, resamples=resamples, prefill=prefill, by_category=True)
         ),
-        "survival": plot_survival(trace),
     }
     said = []
+    exact = all(lossless(log.verify) for log in logs)
+    if exact:
+        figures["survival"] = plot_survival(trace)
+    else:
+        said.append("survival.png and robustness.png are of lossless verification: drop --verify")
     if others := [log.policy for log in every if log not in some]:
         names = ", ".join(dict.fromkeys(others)) if len(others) <= FEW else f"{len(others)} others"
         shown = "categories.png shows" if prefill else "categories.png and cost_ratio.png show"
@@ -338,7 +348,7 @@ def save_all(
     if prefill:
         said.append("cost_ratio.png and robustness.png are of decoding alone: drop --prefill")
     else:
-        drawn, left_out = _of_decoding(trace, latency, some, texts)
+        drawn, left_out = _of_decoding(trace, latency, some, texts, exact)
         figures |= drawn
         said += left_out
     if validation is not None:
@@ -354,21 +364,29 @@ def save_all(
 
 
 def _of_decoding(
-    trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], texts: Sequence[str] | None
-) -> tuple[dict[str, Figure], list[str]]:
+    trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], texts: Sequence[str] | None,
+    robustness: bool,
+) -> tuple[dict[str, Figure], list[str]]:  # fmt: skip
     """Return the plots of decoding alone, without prefill, and a line on what each leaves out."""
     figures: dict[str, Figure] = {}
     said = []
     drafted = [log for log in logs if log.source == DRAFT_MODEL]
-    if drafted:
+    if is_one_pass(latency):
+        said.append(
+            "cost_ratio.png is not drawn: c is the cost of one drafted token, and --one-pass "
+            "drafts all in one pass"
+        )
+    elif drafted:
         own = own_ratios(trace, latency)
         figures["cost_ratio"] = plot_cost_ratio(drafted, latency, own)
     elsewhere = [log.policy for log in logs if log.source != DRAFT_MODEL]
-    if elsewhere:
+    if elsewhere and "cost_ratio" in figures:
         said.append(
             "cost_ratio.png shows policies with the draft model, without "
             f"{', '.join(dict.fromkeys(elsewhere))}"
         )
+    if not robustness:
+        return figures, said
     try:
         speedups, left_out = speedups_of(trace, latency, texts)
     except DraftsimError as error:

@@ -142,13 +142,13 @@ def plot_pareto(rows: Rows) -> Figure:
         label="best of all" if len({*real["policy"]}) > 1 else "_",
     )  # fmt: skip
     for i, (policy, part) in enumerate(_by_policy(frame)):
-        line = part.sort_values("rate" if loads else "batch")
+        line = part.sort_values("rate" if loads else "concurrency")
         line_of = look.series(i, 1, policy)
         axes.plot(line["user"], line["throughput_tok_s"], **line_of, label=_label(policy))
     width, height = (float(frame[name].max()) for name in ("user", "throughput_tok_s"))
     named: list[tuple[str, float, float]] = []
     for _, row in best.iterrows():
-        text = f"{row['rate']:.3g}/s" if loads else f"{int(row['batch'])}"
+        text = f"{row['rate']:.3g}/s" if loads else f"{int(row['concurrency'])}"
         x, y = row["user"] / width, row["throughput_tok_s"] / height
         # Two policies at one load may lie next to each other: one label says both.
         if any(text == t and abs(x - a) < 0.04 and abs(y - b) < 0.04 for t, a, b in named):
@@ -177,7 +177,8 @@ def plot_over_time(rows: Rows) -> Figure:
     blocks = any(any(row["over_time"]["kv_blocks"]) for row in rows)
     figure = Figure(figsize=(6.0, 5.2 if blocks else 3.2), layout="constrained")
     panels = figure.subplots(1 + blocks, 1, sharex=True, squeeze=False)[:, 0]
-    shown = [("batch", "requests running"), ("kv_blocks", "KV blocks in use")]
+    each = "\nper replica" if rows[0]["replicas"] > 1 else ""
+    shown = [("batch", f"requests running{each}"), ("kv_blocks", f"KV blocks in use{each}")]
     for axes, (name, label) in zip(panels, shown, strict=False):
         for i, row in enumerate(rows):
             line_of = {**look.series(i, 1, row["policy"]), "marker": ""}
@@ -322,7 +323,8 @@ def draw(
         say("no request finished: there is nothing to draw")
         return []
     base = scenarios[0]
-    last = [row for row in finished if row["rate"] == finished[-1]["rate"]]
+    most = max(row["rate"] or 0 for row in finished)
+    last = [row for row in finished if (row["rate"] or 0) == most]
     if base.arrivals.concurrency is None:
         written = [save(plot_over_time(last), "over_time")]
         loads = {row["rate"] for row in finished}
@@ -338,7 +340,8 @@ def draw(
                 figure = plot_latency_load(drawn, metric, baseline)
                 written.append(save(figure, f"load_{name}"))
         return written
-    last = [row for row in finished if row["batch"] == finished[-1]["batch"]]
+    largest = max(row["batch"] for row in finished)
+    last = [row for row in finished if row["batch"] == largest]
     written = [
         *pareto(),
         save(plot_latency_throughput(finished), "latency_throughput"),
@@ -468,7 +471,7 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
         else:
             y = np.append(y[:-1], y[-2])
         axes.step(x, y + shift, where="post", **{**line_of, "marker": ""}, label=row["policy"])
-        tops.append(float(y[-1]))
+        tops += [float(y[-1]), float(row["replicas_hi"] or 0)]
         if row["replicas"] is not None:
             count, low, high = (row[f"replicas{which}"] for which in ("", "_lo", "_hi"))
             bar = [[count - (low or count)], [(high or count) - count]]
@@ -476,6 +479,9 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
                 [rate * (1 + 0.06 * shift)], [count + shift], bar, color=line_of["color"],
                 marker=line_of["marker"], markersize=5, capsize=2, linewidth=1,
             )  # fmt: skip
+    for row in rows:
+        if not row["curve"]:
+            axes.plot([], [], " ", label=f"{row['policy']}: meets the SLO nowhere")
     said = _mark_crossings(axes, drawn, spread, end)
     axes.axvline(rate, color=GREY, linewidth=0.8, zorder=0)
     axes.set_xlim(0, end)

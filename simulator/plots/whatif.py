@@ -6,7 +6,7 @@ the thick line break-even, and the dashed ones where the bounds of the interval 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,12 @@ LABELS = {
     "gamma": "draft length γ (tokens)",
     "k": "draft length K (tokens)",
 }
+OTHERS: Mapping[str, Any] = {
+    "color": "#B8B8B8", "linewidth": 0.7, "marker": ".", "markersize": 4,
+}  # fmt: skip
+"""Line of a policy that is drawn without its name."""
+ARROW = r"$\uparrow$"
+"""Marker of a break-even beyond the largest c."""
 MOST_LINES = 7
 """As many lines as colours, dashes and markers can tell apart, besides the thin grey ones."""
 
@@ -65,7 +71,9 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
             held = part.groupby("batch")["context"].transform("nunique")
             full = part[held == part["context"].nunique()]
             if full["batch"].nunique() > 1:
-                maps = plot_maps(full, "context", "batch", of=of)
+                left = sorted({*part["batch"]} - {*full["batch"]})
+                without = f"without batch {', '.join(map(str, left))}, too large at some contexts\n"
+                maps = plot_maps(full, "context", "batch", of=of + without * bool(left))
                 drawn.append((f"map_context_batch{suffix}", maps))
         contexts = part["context"].fillna(-1)
         at = part[contexts == contexts.iloc[0]]
@@ -118,34 +126,56 @@ def plot_break_even(frame: pd.DataFrame, of: str = "") -> Figure:
     """Draw the largest c with a speedup over alpha: a line per policy.
 
     The band is where the bounds of the speedup's interval cross 1.  If there are many policies,
-    those with the largest c are named and the others thin.  ``of`` is the legend's title.
+    those with the largest c are named and the others thin.  A policy with a speedup at every c has
+    an arrow at the largest.  ``of`` is the legend's title.
     """
     found, key = break_even(frame, "c"), "alpha_asked"
     names = list(dict.fromkeys(found["policy"].astype(str)))
     figure, axes = look.canvas(6.4, 4.4)
     chosen = names if len(names) <= MOST_LINES else _furthest(found, names)
+    top, span = float(found["last"].max()), float(np.ptp(found[key]))
+
+    def beyond(part: pd.DataFrame, colour: str, place: int) -> None:
+        # Next to each other, so that all are seen.
+        at = part.loc[np.isinf(part["break_even"]), key] + 0.011 * span * place
+        axes.scatter(at, np.full(len(at), top), marker=ARROW, s=60, color=colour, zorder=3)
+
     for name in (n for n in names if n not in chosen):
         part = found[found["policy"] == name].sort_values(key)
-        axes.plot(part[key], _finite(part["break_even"]), color="#B8B8B8", linewidth=0.7)
+        axes.plot(part[key], _finite(part["break_even"]), **OTHERS)
+        beyond(part, OTHERS["color"], 0)
     for i, name in enumerate(chosen):
         part = found[found["policy"] == name].sort_values(key)
         at = part[key].to_numpy(float)
-        mid, low, high = (_finite(part[f"break_even{end}"]) for end in ("", "_lo", "_hi"))
+        mid = _finite(part["break_even"])
+        low, high = (part[f"break_even{end}"].clip(upper=top) for end in ("_lo", "_hi"))
         raw = part["break_even"].to_numpy(float)
         label = name
-        if not np.isfinite(mid).any():
-            label += " (a speedup everywhere)" if np.isinf(raw).all() else " (no line)"
+        if np.isinf(raw).all():
+            label += " (a speedup everywhere)"
+        elif np.isnan(raw).all():
+            label += " (no line)"
         line_of = look.series(i, len(at))
-        axes.fill_between(at, low, high, color=line_of["color"], alpha=0.12, linewidth=0)
+        axes.fill_between(
+            at, low, high, where=np.isfinite(mid), color=line_of["color"], alpha=0.12, linewidth=0
+        )
         axes.plot(at, mid, label=label, **line_of)
+        beyond(part, line_of["color"], i - len(chosen) // 2)
+    reached = np.isinf(found["break_even"]).any()
+    if reached:
+        said = f"a speedup at every c, up to {top:g}"
+        axes.scatter([], [], marker=ARROW, s=60, color=INK, label=said)
     if others := len(names) - len(chosen):
-        axes.plot([], [], color="#B8B8B8", linewidth=0.7, label=f"{others} others")
-    shown = [v for line in axes.get_lines() for v in np.asarray(line.get_ydata(), float)]
+        axes.plot([], [], label=f"{others} others", **OTHERS)
+    shown = [top] * int(reached) + [
+        v for line in axes.get_lines() for v in np.asarray(line.get_ydata(), float)
+    ]
     own = np.asarray(shown, dtype=float)
     own = own[np.isfinite(own)]
     if len(own) and (own > 0).all():
         axes.set_yscale("log")
         look.log_ticks(axes.yaxis, own, swept=False)
+    axes.set_xlim(found[key].min() - 0.05 * span, found[key].max() + 0.05 * span)
     axes.set_xlabel(LABELS["alpha"])
     axes.set_ylabel(f"largest {LABELS['c']}\nwith a speedup")
     look.style(axes, "both")

@@ -35,16 +35,25 @@ from simulator.ratios import OwnRatios, carried_sums, own_ratios
 from simulator.recording import Recording
 from simulator.serving import sweep
 from simulator.tune import costs
-from simulator.tune.served import check_seed, closed_load, rivals
+from simulator.tune.served import REPLICATIONS, check_seed, closed_load, rivals
 from simulator.tune.vllm import tune_vllm
+from simulator.unmeasured import said_free
 from simulator.validation import compare, verdict
-from simulator.whatif.ranking import BEST_FIXED, FITTED, Ranking, winner, with_best_fixed
+from simulator.whatif.ranking import (
+    BEST_FIXED,
+    FITTED,
+    Ranking,
+    is_fixed,
+    winner,
+    with_best_fixed,
+)
 from simulator.whatif.tilt import Tilter, acceptance
 from simulator.whatif.tilt_fidelity import tilt_errors
 from traces.acceptance.trace import Trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.replay.calls import always_drafted, passes_always
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 from traces.store.engine_runs import MeasuredRuns
@@ -52,11 +61,9 @@ from traces.store.engine_runs import MeasuredRuns
 Sums = list[float]
 
 MOST_GAMMA = 12
-"""Longest fixed draft length that the page has curves of."""
+"""Longest fixed draft length that the page has curves of, unless a longer one is the best."""
 ALPHAS = (*(round(0.05 * i, 2) for i in range(20)), 0.98)
 """Stops of the acceptance slider; the recording is tilted to all but 0."""
-REPLICATIONS = 2
-"""Replications that ``draftsim tune --check`` serves, on the same random numbers."""
 SHOWN = 5e-4
 """Relative differences below which a page of tenths of a percent shows none."""
 
@@ -69,6 +76,7 @@ def report_data(
     notes: Mapping[str, str] | None = None,
     measured: MeasuredRuns | None = None,
     pair: Mapping[str, str] | None = None,
+    said: Sequence[str] = (),
     serve: bool = True,
     resamples: int = 2000,
     progress: Callable[[str], None] = lambda _: None,
@@ -77,26 +85,27 @@ def report_data(
 
     ``logs`` are replays of `trace`, one per policy and source, with ``notes`` on policies; the best
     fixed draft length is added.  ``measured`` runs are compared with predictions.  ``pair`` names
-    ``target`` and ``draft``, if the trace does not in full.  With `serve`, batches are served in
-    simulated time where the table has measured some.  ``progress`` is told what comes next.
+    ``target`` and ``draft``, if the trace does not in full.  ``said`` are lines on whose acceptance
+    and costs these are.  With `serve`, batches are served in simulated time where the table has
+    measured some.  ``progress`` is told what comes next.
 
     Raises DraftsimError if there is no log, or as in the computations for the page.
     """
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")
     progress("pricing policies")
-    said = notes or {}
-    if not any(BEST_FIXED in parts(text) for text in said.values()):
+    told = notes or {}
+    if not any(BEST_FIXED in parts(text) for text in told.values()):
         found = with_best_fixed(
-            Ranking(list(logs), said), latency, trace.max_gamma,
+            Ranking(list(logs), told), latency, trace.max_gamma,
             lambda some: list(replay_many(trace, some)), True,
         )  # fmt: skip
-        logs, said = found.logs, found.notes
-    best = next(int(n.partition("=")[2]) for n, text in said.items() if BEST_FIXED in parts(text))
+        logs, told = found.logs, found.notes
+    best = next(int(n.partition("=")[2]) for n, text in told.items() if BEST_FIXED in parts(text))
     own = own_ratios(trace, latency, best)
     sums = carried(trace, latency, own)
-    rows = ranked(logs, latency, said, resamples, sums, trace.source)
-    fixed = logs_by_length(trace)
+    rows = ranked(logs, latency, told, resamples, sums, trace.source)
+    fixed = logs_by_length(trace, best)
     stops = sliders(trace, own.ratio, own.verify, list(fixed), best)
     progress("other acceptance rates")
     moved = tilted(trace, latency, own, stops["alpha"]["values"], list(fixed))
@@ -104,18 +113,22 @@ def report_data(
     served = loads(trace, latency, serve, resamples)
     progress("categories and checks")
     return {
-        "about": {**_about(trace, latency, own), **(pair or {}), "best_fixed": best},
+        "about": {
+            **_about(trace, latency, own), **(pair or {}), "best_fixed": best, "said": list(said),
+            "free": said_free({what for row in rows for what in row["unpriced"]} - {"judging"}),
+        },
         "policies": rows,
         "headline": headline(rows, logs, latency, resamples, list(fixed.values())),
         "categories": _categories(trace, logs, latency, resamples),
         "validation": measured and _validation(
             # A rule fitted here is not the one that ran unfitted under the same name.
-            [log for log in logs if log.source == trace.source and said.get(log.policy) != FITTED],
+            [log for log in logs if log.source == trace.source and told.get(log.policy) != FITTED],
             latency, measured,
         ),
         "fixed": {"gammas": list(fixed), "sums": [sums(log) for log in fixed.values()]},
         "sliders": stops,
-        "tilt": moved,
+        "tilt": None if isinstance(moved, str) else moved,
+        "untilted": moved if isinstance(moved, str) else None,
         **served,
     }  # fmt: skip
 
@@ -163,10 +176,10 @@ def sliders(trace: Trace, c: float, v: float, gammas: Sequence[int], gamma: int)
     }
 
 
-def logs_by_length(trace: Trace) -> dict[int, RoundLog]:
-    """Return the trace at fixed draft lengths 1 to 12, as far as the recording goes."""
+def logs_by_length(trace: Trace, best: int = 1) -> dict[int, RoundLog]:
+    """Return the trace at fixed lengths 1 to 12, as far as the recording goes, and at `best`."""
     most = min(MOST_GAMMA, trace.max_gamma or MOST_GAMMA)
-    return _at_lengths(trace, range(1, most + 1))
+    return _at_lengths(trace, sorted({*range(1, most + 1), best}))
 
 
 def _at_lengths(trace: Trace, gammas: Sequence[int]) -> dict[int, RoundLog]:
@@ -187,13 +200,12 @@ def carried(trace: Trace, latency: LatencyTable, own: OwnRatios) -> Callable[[Ro
 def tilted(
     trace: Trace, latency: LatencyTable, own: OwnRatios, stops: Sequence[float],
     gammas: Sequence[int],
-) -> dict[str, Any] | None:  # fmt: skip
+) -> dict[str, Any] | str:  # fmt: skip
     """Return per alpha stop, tokens and rounds of every gamma on the tilted recording.
 
-    None if it cannot be tilted: all drafts of it match, or none does, or its off-path tails
-    are too short.  Each entry of ``rounds`` holds the fields of `simulator.ratios.RatioSums`;
-    each of ``error`` the relative error to expect of a speedup and whether a shift as large
-    was measured, or None if no prompts differ enough to measure one.
+    If it cannot be tilted, return the reason.  Each entry of ``rounds`` holds the fields of
+    `simulator.ratios.RatioSums`; each of ``error`` the relative error to expect of a speedup and
+    whether a shift as large was measured, or None if no prompts differ enough to measure one.
     """
     recorded = _significant(acceptance(trace))
     wanted = [a for a in stops if 0 < a < 1]
@@ -205,8 +217,8 @@ def tilted(
             other = trace if alpha == recorded else tilter.shifted(float(shift))
             found.append([sums(log) for log in _at_lengths(other, gammas).values()])
         error = tilt_errors(trace).lengths  # fixed lengths read no signal
-    except DraftsimError:
-        return None
+    except DraftsimError as failed:
+        return str(failed).partition(":")[0]  # without the remedy, which is a command's
     known = error.comparisons > 0
     off = [
         [error.at(a, tilter.alpha), error.tried(a, tilter.alpha)] if known else None for a in wanted
@@ -244,14 +256,14 @@ def speedups(
     """Return the speedup of each fixed length, and its bounds: (3, batches, contexts, lengths).
 
     `logs` are plain decoding and the fixed lengths.  A context of None is the recorded one.
+    The bounds of one prompt are NaN.
     `weights` are those of `simulator.bootstrap.resamples`.
     """
     found = []
     for batch, context in product(sizes, contexts):
         grid = costs.price_grid(logs, latency, batch, context)
         plain, *options = np.stack([grid.tokens, grid.seconds], axis=1)
-        cell = np.array([gain(own, plain, weights) for own in options]).T
-        found.append(np.where(np.isnan(cell), cell[0], cell))  # one prompt has no interval
+        found.append(np.array([gain(own, plain, weights) for own in options]).T)
     return np.stack(found, axis=1).reshape(3, len(sizes), len(contexts), -1)
 
 
@@ -277,7 +289,9 @@ def by_context(
 
 
 def _bounded(found: Floats) -> dict[str, Any]:
-    return dict(zip(("speedup", "low", "high"), found.tolist(), strict=True))
+    known = found.astype(object)
+    known[np.isnan(found)] = None
+    return dict(zip(("speedup", "low", "high"), known.tolist(), strict=True))
 
 
 def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[str, Any]:
@@ -342,6 +356,7 @@ def ranked(
         row["oracle"] = is_bound(row["policy"])
         row["below"] = float(np.mean(slowed[np.isfinite(slowed)] < 1))
         row["outside"] = run.passes.outside
+        row["unpriced"] = run.unpriced(latency)
         row["sums"] = sums(run.log)
     return sorted(rows, key=lambda row: -(row["speedup"] or 0.0))
 
@@ -369,7 +384,8 @@ def headline(
     shown as no difference, as where a fitted rule comes out as that very length.  Where the
     best fixed length is itself the fastest, it is compared with the fastest policy of the same
     drafter that adapts its length, ``next``; otherwise None.  A policy whose rounds are those of
-    one of the `constant` lengths, or that never drafts, does not adapt.  ``faster`` says whether
+    one of the `constant` lengths or of a fixed length in `logs`, or that never drafts, does not
+    adapt.  ``faster`` says whether
     any policy of that drafter is faster than no speculation.
     """
     fixed = next(i for i, row in enumerate(rows) if says(row, BEST_FIXED))
@@ -377,7 +393,8 @@ def headline(
     top = fixed if found is None else found
     by_row = {(log.policy, log.source, log.verify): log for log in logs}
     own = [by_row[row["policy"], row["source"], row["verify"]] for row in rows]
-    still = {log.rounds.tobytes() for log in constant}
+    still = {always_drafted(log, passes_always(latency)).rounds.tobytes() for log in constant}
+    still |= {log.rounds.tobytes() for log in logs if is_fixed(log)}
     rest = [
         i for i, (row, log) in enumerate(zip(rows, own, strict=True))
         if row["source"] == rows[fixed]["source"] and not row["oracle"]
@@ -429,8 +446,17 @@ def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any
         "sampling": trace.sampling.label,
         "alpha": acceptance(trace),
         "c": own.ratio, "v": own.verify,
-        "scaled": scaling_words(latency),
+        "scaled": scaling_words(latency), "costs": _costs(latency),
     }  # fmt: skip
+
+
+def _costs(latency: LatencyTable) -> str:
+    """Return the kind of latencies, by how they are known."""
+    if latency.is_constant:
+        return "constant latencies"
+    if "composed" in latency.meta:
+        return "composed latencies"
+    return "scaled latencies" if latency.meta.get("scaled") else "measured latencies"
 
 
 def model_name(value: Any) -> str:

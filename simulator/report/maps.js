@@ -84,8 +84,8 @@ const maps = (() => {
         add(svg, "path", { d, stroke: colour, "stroke-width": thick, "stroke-dasharray": dash, fill: "none", "data-dashed": dash && "textbook" });
       }
     }
-    // The cross and its white outline, to be seen on any shade.
-    for (const [colour, thick] of [["#fff", 6], ["#D55E00", 3]]) {
+    // The cross and its white outline, to be seen on any shade; a logarithmic axis has no place for c = 0.
+    if (at[0] > 0) for (const [colour, thick] of [["#fff", 6], ["#D55E00", 3]]) {
       add(svg, "path", { d: `M${x(at[0]) - 7} ${y(at[1])}h14M${x(at[0])} ${y(at[1]) - 7}v14`, stroke: colour, "stroke-width": thick, "stroke-linecap": "round" });
     }
     for (const c of [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1]) {
@@ -93,7 +93,7 @@ const maps = (() => {
       add(svg, "line", { x1: x(c), x2: x(c), y1: bottom, y2: bottom + 4, stroke: AXIS });
       add(svg, "text", { x: x(c), y: bottom + 16, "text-anchor": "middle" }, number(c));
     }
-    frame(svg, { left, right, top, bottom, h, ys, xLabel: "cost ratio c", yLabel, reach });
+    frame(svg, { left, right, top, bottom, h, ys, xLabel: at[0] > 0 ? "cost ratio c" : "cost ratio c (the slider's c = 0 is left of the map)", yLabel, reach });
   }
 
   // Over two axes of steps, a figure in every cell; `low` and `high` bound it, `words` adds to it.
@@ -106,9 +106,9 @@ const maps = (() => {
     let edge = "";
     grid.forEach((row, j) => row.forEach((v, i) => {
       const pays = v >= 1, px = left + i * w, py = bottom - (j + 1) * h;
-      const low = cells.low[i][j], high = cells.high[i][j], doubt = low <= 1 && high >= 1;
+      const low = cells.low[i][j], high = cells.high[i][j], known = low !== null, doubt = known && low <= 1 && high >= 1;
       const cell = add(svg, "rect", { x: px, y: py, width: w + 0.4, height: h + 0.4, fill: pays ? shade(v, reach) : hatch });
-      add(cell, "title", {}, `${xText(xs[i])}, ${yText(ys[j])}: ${times(v)} (95% interval ${number(low)} to ${number(high)})${words ? ", " + words(i, j) : ""}`);
+      add(cell, "title", {}, `${xText(xs[i])}, ${yText(ys[j])}: ${times(v)} (95% interval ${known ? `${number(low)} to ${number(high)}` : "–"})${words ? ", " + words(i, j) : ""}`);
       if (i + 1 < xs.length && (row[i + 1] >= 1) !== pays) edge += `M${px + w} ${py}v${h}`;
       if (j + 1 < ys.length && (grid[j + 1][i] >= 1) !== pays) edge += `M${px} ${py}h${w}`;
       if (w < 34) return;

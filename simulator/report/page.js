@@ -44,7 +44,7 @@
   // The alpha at which gamma drafts cost what they bring; NaN where none does.
   function breakEvenAlpha(gamma, c, v) {
     const cost = gamma * c + v;
-    if (cost < 1 || cost > gamma + 1) return NaN;
+    if (cost <= 1 || cost > gamma + 1) return NaN;
     let low = 0, high = 1;
     for (let i = 0; i < 60; i++) {
       const middle = (low + high) / 2;
@@ -230,7 +230,7 @@
     byId("out-even-c").textContent = evenText(even);
     byId("out-even-span").textContent = spanText(even);
     byId("out-even-alpha").textContent = Number.isFinite(from) ? digits(from)
-      : gamma * c + v < 1 ? "any" : "never";
+      : gamma * c + v <= 1 ? "any" : "never";
     tiltNote(alpha);
 
     const series = [
@@ -295,7 +295,7 @@
   }
 
   function drawRatioMaps(c, v, gamma, alpha) {
-    const stops = data.sliders.c.values, gammas = data.fixed.gammas, g = gammas.indexOf(gamma);
+    const stops = data.sliders.c.values.filter((x) => x > 0), gammas = data.fixed.gammas, g = gammas.indexOf(gamma);
     const cs = stops.filter((_, i) => i % 2 === 0 || i === stops.length - 1);
     maps.ratioMap(byId("map-recorded"), cs, gammas, (x, y) => recorded(data.fixed.sums[gammas.indexOf(y)], x, v), {
       even: (y) => breakEven(data.fixed.sums[gammas.indexOf(y)], v),
@@ -332,7 +332,7 @@
     const note = byId("tilt-note");
     byId("tile-tilted").hidden = !data.tilt;
     if (!data.tilt) {
-      note.textContent = "This recording cannot be tilted to another α: its drafts all end alike, or too little was recorded after wrong ones.";
+      note.textContent = `This recording cannot be tilted to another α: ${data.untilted}.`;
       return;
     }
     const i = data.tilt.alphas.indexOf(alpha);

@@ -305,7 +305,7 @@ def interval_over_prompts(
     def ratio(prompts: Trace) -> float:
         [own], [plain] = serve(prompts, latency, both, load, rule=rule).runs.values()
         if closed:
-            return own.throughput / plain.throughput
+            return own.throughput / plain.throughput if plain.throughput else math.nan
         own_s, plain_s = (run.columns(measured=True)["e2e_s"].mean() for run in (own, plain))
         return float(plain_s / own_s)
 

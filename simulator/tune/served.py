@@ -25,6 +25,8 @@ from traces.latency.table import LatencyTable
 
 NO_SPECULATION = "no speculation"
 """The word for an engine that runs without a drafter."""
+REPLICATIONS = 5
+"""Independent runs of every policy at a load, on the same requests, if not said otherwise."""
 
 
 def rivals(longest: int | None) -> dict[str, Policy]:
@@ -111,7 +113,7 @@ def check_seed(seed: int) -> int:
 
 def served_rates(
     trace: Trace, latency: LatencyTable, policies: Sequence[Policy], scenario: Scenario,
-    replications: int = 5,
+    replications: int = REPLICATIONS,
 ) -> Floats:  # fmt: skip
     """Return tokens per second that count towards the targets, shape (policies, replications).
 
@@ -122,7 +124,9 @@ def served_rates(
 
 
 def served_each(
-    latency: LatencyTable, runs: Sequence[tuple[Trace, Policy, Scenario]], replications: int = 5
+    latency: LatencyTable,
+    runs: Sequence[tuple[Trace, Policy, Scenario]],
+    replications: int = REPLICATIONS,
 ) -> list[Callable[[], Outcome]]:
     """Return the `Outcome` of each policy at its own load, as parts of `results_of`."""
 
@@ -164,7 +168,7 @@ def compare_served(
     policies: Policy | Sequence[Policy],
     scenarios: Sequence[Scenario],
     *,
-    replications: int = 5,
+    replications: int = REPLICATIONS,
     share: float = 0.0,
 ) -> pd.DataFrame:
     """Return a policy, or one for each load, against the best of `rivals`; one row per scenario.

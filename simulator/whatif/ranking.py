@@ -74,6 +74,11 @@ def fixed_lengths(longest: int | None) -> dict[str, DraftPolicy]:
     return {f"fixed:gamma={g}": Fixed(g) for g in GAMMAS if g <= (longest or g)}
 
 
+def is_fixed(log: RoundLog) -> bool:
+    """Return True if a log is of a fixed draft length that its name tells."""
+    return log.policy.startswith("fixed:gamma=")
+
+
 def fastest(logs: Sequence[RoundLog], latency: LatencyTable) -> RoundLog:
     """Return the log of fewest seconds per emitted token, the first of equals.
 
@@ -218,11 +223,14 @@ def with_best_fixed(
 ) -> Ranking:
     """Return `ranking` with the fastest fixed draft length, up to `longest`, as `replayed` runs it.
 
+    Longer ones that are ranked already are among those it is chosen from.
     If `every` policy is ranked it follows the fixed length that is there by default; otherwise it
     comes last, and a recording that cannot tell it goes without.
     """
     try:
-        best = fastest(replayed([*fixed_lengths(longest).items()]), latency)
+        usual = replayed([*fixed_lengths(longest).items()])
+        named_too = [log for log in ranking.logs if is_fixed(log) and log.source == usual[0].source]
+        best = fastest([*usual, *named_too], latency)
     except DraftsimError:
         if every:
             raise
