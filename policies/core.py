@@ -171,9 +171,9 @@ def bound_of(policy: Any) -> int | None:
 
 
 def longest_of(value: Any) -> int | None:
-    """Return the largest draft length of `value`, one or several; None if it is none.
+    """Return the largest draft length of `value`, one or several; None if it counts no tokens.
 
-    A gamma may also be a share, or anything else that counts no tokens.
+    A gamma may also be a share, or anything else.
     """
     values: list[Any] = list(value) if isinstance(value, list | tuple) and value else [value]
     counts = all(isinstance(v, int) and not isinstance(v, bool) for v in values)
