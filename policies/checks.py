@@ -12,20 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from policies.batch.base import SingleStream
+from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import SIGNALS, DraftPolicy, Load, Round, own_copy, speculate
+from policies.guard import PolicyError as PolicyError  # noqa: PLC0414
+from policies.guard import length_from
 from policies.spec import parameters
+from policies.together import Member, together_of
+from policies.wrapper import Wrapper, unwrapped
 
 LONGEST_DRAFT = 4096
 """A policy still drafting after this many tokens in one round is taken to have no end."""
 
 
+SEQUENCES = 64
+"""Sequences of the scripted batch, of 1 token, 2 tokens and so on."""
+
+
 VOCABULARY = 1000
 """Size of the vocabulary that the scripted streams tell of."""
-
-
-class PolicyError(ValueError):
-    """A policy breaks the contract; the message says which part and how."""
 
 
 class ProbeToken:
@@ -103,7 +107,7 @@ class ScriptedDecoder:
         return min(longest, self._runs[self.position % self._POOL]) if self._runs else longest
 
 
-class _WatchedPolicy(DraftPolicy):
+class _WatchedPolicy(Wrapper, DraftPolicy):
     """Passes every call on to a policy and checks what comes back."""
 
     def __init__(self, policy: DraftPolicy) -> None:
@@ -121,12 +125,7 @@ class _WatchedPolicy(DraftPolicy):
 
     def submit(self, draft: Sequence[Any]) -> int:
         count = self._same(draft, "submit", lambda: self.policy.submit(draft))
-        # bool is an int, but as a count it is a comparison that slipped through.
-        if isinstance(count, bool) or not isinstance(count, int | np.integer):
-            raise PolicyError(f"submit returned {count!r}, expected an int")
-        if not 0 <= count <= len(draft):
-            raise PolicyError(f"submit returned {count}, expected 0 to {len(draft)}")
-        return int(count)
+        return length_from("submit", count, len(draft))
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         self._same(draft, "observe", lambda: self.policy.observe(outcome, draft))
@@ -140,7 +139,19 @@ class _WatchedPolicy(DraftPolicy):
         return result
 
 
-def check_policy(policy: DraftPolicy) -> None:
+class _ScriptedMember(Member):
+    """A sequence of a scripted batch."""
+
+    def __init__(self, decoder: ScriptedDecoder) -> None:
+        super().__init__(id(decoder))
+        self.decoder = decoder
+
+    @property
+    def remaining(self) -> int:
+        return self.decoder.remaining
+
+
+def check_policy(policy: DraftPolicy | BatchPolicy) -> None:
     """Drive copies of `policy` through scripted streams and check the contract.
 
     Checked: parameters are stored under their own names; only declared signals are
@@ -149,25 +160,26 @@ def check_policy(policy: DraftPolicy) -> None:
     under the same stream act the same; a run leaves its prototype as it was, and what is
     learnt crosses requests only if ``learns_across_requests`` says so; empty drafts,
     single-token outputs, drafts cut by EOS or by the limit, all-accepted and all-rejected
-    streams are survived.
+    streams are survived, and batches whose sequences end one after another.  A batch policy is
+    driven as `policies.batch.base.SingleStream`, too.
 
     Raises
     ------
     PolicyError
         Naming the policy and what it broke.
     """
-    pristine = copy.deepcopy(policy)
+    one = SingleStream(policy) if isinstance(policy, BatchPolicy) else policy
+    pristine = copy.deepcopy(one)
     try:
         for check in (_parameters_stored, _signals_known):
             check(copy.deepcopy(pristine))
         for check in (_edges, _deterministic, _independent, _within_its_bound):
             check(own_copy(pristine, VOCABULARY))
+        _in_batches(copy.deepcopy(pristine))
     except PolicyError as error:
-        raise PolicyError(f"{type(policy).__name__} {error}") from None
+        raise error.by(policy) from None
     except Exception as error:
-        raise PolicyError(
-            f"{type(policy).__name__} raised {type(error).__name__}: {error}"
-        ) from error
+        raise PolicyError(f"raised {type(error).__name__}: {error}").by(policy) from error
 
 
 def _drive(policy: DraftPolicy, seed: int, tokens: int = 60, **script: Any) -> list[Round]:
@@ -178,7 +190,7 @@ def _drive(policy: DraftPolicy, seed: int, tokens: int = 60, **script: Any) -> l
 
 
 def _parameters_stored(policy: DraftPolicy) -> None:
-    inner = policy.policy if isinstance(policy, SingleStream) else policy
+    inner = unwrapped(policy)
     known = parameters(type(inner))
     for name, parameter in known.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -262,6 +274,44 @@ def _within_its_bound(policy: DraftPolicy) -> None:
                     f"drafted {r.draft_forwards} tokens, but its longest draft is {bound}: set an "
                     "attribute gamma_max, or define longest_draft()"
                 )
+
+
+def _in_batches(policy: DraftPolicy) -> None:
+    prototype = policy.policy if isinstance(policy, SingleStream) else policy
+    if _batch(prototype) != _batch(prototype):
+        raise PolicyError("is not deterministic: two copies act differently in one batch")
+
+
+def _batch(policy: DraftPolicy | BatchPolicy) -> list[Round]:
+    """Return the rounds of a batch that begins with `SEQUENCES` and ends with one."""
+    together = together_of(policy, vocab_size=VOCABULARY, guarded=True)
+    members = [
+        _ScriptedMember(ScriptedDecoder(seed, seed, together.reads))
+        for seed in range(1, SEQUENCES + 1)
+    ]
+
+    def load(member: _ScriptedMember) -> Load:
+        return member.decoder.load._replace(batch=len(members))
+
+    def more(active: Sequence[_ScriptedMember]) -> list[Any]:
+        return [member.decoder.draft(member.draft) for member in active]
+
+    for member in members:
+        together.join(member)
+    found: list[Round] = []
+    while members:
+        together.draft(members, load, more)
+        rounds = []
+        for member in members:
+            position, accepted = member.decoder.position, member.decoder.verify(member.draft)
+            rounds.append(member.settled(position, accepted, member.decoder.position - position))
+        together.observe(members, rounds)
+        found += rounds
+        for member in members:
+            if not member.remaining:
+                together.leave(member)
+        members = [member for member in members if member.remaining]
+    return found
 
 
 def _run(policy: DraftPolicy) -> list[list[Round]]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.guard import SIGNALS as SIGNALS  # noqa: PLC0414
-from policies.guard import Guarded, UndeclaredSignal
+from policies.guard import Guarded, PolicyError, UndeclaredSignal, length_from
 from policies.spec import Checked
 
 P = TypeVar("P", bound="DraftPolicy")
@@ -165,12 +165,19 @@ class DraftPolicy(Checked, ABC):
 def bound_of(policy: Any) -> int | None:
     """Return the longest draft by the attributes of `policy` (`longest_draft`)."""
     for name in ("longest", "gamma_max", "gammas", "gamma"):
-        value = getattr(policy, name, None)
-        values: list[Any] = list(value) if isinstance(value, list | tuple) and value else [value]
-        # A gamma may also be a share, or anything else that counts no tokens.
-        if all(isinstance(v, int) and not isinstance(v, bool) for v in values):
-            return int(max(values))
+        if (longest := longest_of(getattr(policy, name, None))) is not None:
+            return longest
     return None
+
+
+def longest_of(value: Any) -> int | None:
+    """Return the largest draft length of `value`, one or several; None if it counts no tokens.
+
+    A gamma may also be a share, or anything else.
+    """
+    values: list[Any] = list(value) if isinstance(value, list | tuple) and value else [value]
+    counts = all(isinstance(v, int) and not isinstance(v, bool) for v in values)
+    return int(max(values)) if counts else None
 
 
 def own_copy(policy: P, vocab_size: int | None) -> P:
@@ -258,6 +265,8 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
     ------
     UndeclaredSignal
         If the policy reads a signal that it does not declare.
+    PolicyError
+        If it submits less than nothing, or more than its draft.
     """
     # Looked up once: this loop is the inner loop of every offline study.
     keep_drafting, observe = policy.keep_drafting, policy.observe
@@ -282,7 +291,7 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
                 pass
             forwards = len(draft)
             if submit is not None:
-                drafted = submit(seen)
+                drafted = length_from("submit", submit(seen), forwards)
                 del draft[drafted:], seen[drafted:]
             drafted = len(draft)
             accepted = verify(draft)
@@ -293,7 +302,7 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
             observe(outcome, seen)
             yield outcome
             catch_up = caught_up(catch_up, forwards, accepted, takes_verified)
-    except UndeclaredSignal as error:
+    except (UndeclaredSignal, PolicyError) as error:
         raise error.by(policy) from None
 
 

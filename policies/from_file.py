@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from policies.batch.base import BatchPolicy, SingleStream
+from policies.batch.base import BatchPolicy
 from policies.checks import PolicyError, check_policy
 from policies.core import DraftPolicy, Load, Round
 from policies.registry import FILE_MARK, capped, describe
 from policies.spec import parse_spec
+from policies.wrapper import Wrapper, unwrapped
 
 
 class LoadedPolicy(NamedTuple):
@@ -46,18 +49,23 @@ def split_name(text: str) -> tuple[str, str]:
 def load_file(text: str, max_gamma: int | None = None) -> LoadedPolicy:
     """Return the policy that `text` names, which has passed `check_policy`.
 
-    The file is run, as Python would run it.  Longest drafts that `text` leaves at a larger default
-    are lowered to `max_gamma`; a policy that sets none (`DraftPolicy.longest_draft`) is cut there.
+    The file is run, as Python would run it: it may import modules next to it.  What it prints goes
+    to standard error, as results may be on standard output.  Longest drafts that `text` leaves at a
+    larger default are lowered to `max_gamma`; a policy that sets none (`DraftPolicy.longest_draft`)
+    is cut there.
 
     Raises ValueError if the file cannot be run, has no such policy, or that breaks the contract.
     """
     place, _, rest = text.partition(".py:")
     path, name = Path(f"{place}.py"), rest.partition(":")[0].strip()
-    found = _run(text, path).get(name)
+    module, digest = _run(text, path)
+    found = vars(module).get(name)
     if not (isinstance(found, type) and issubclass(found, DraftPolicy | BatchPolicy)):
         what = "has no class" if found is None else "has, but as no DraftPolicy or BatchPolicy,"
         raise ValueError(f"{text}: {path} {what} {name!r}: name a subclass of policies.DraftPolicy")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found.__module__ != module.__name__:
+        # The mark would stay on a class that others use, too.
+        raise ValueError(f"{text}: {path} imports {name!r}: name a class that the file defines")
     setattr(found, FILE_MARK, (f"{path.name}:{name}", digest))
     try:
         return bounded(found, name, rest, max_gamma)
@@ -78,7 +86,7 @@ def bounded(
     """
     _, _, given = parse_spec(text, "policy", {name: found})
     policy: DraftPolicy | BatchPolicy = found(**given)
-    check_policy(SingleStream(policy) if isinstance(policy, BatchPolicy) else policy)
+    check_policy(policy)
     if max_gamma is not None:
         policy = capped(policy, max_gamma, explicit=given)
     shown = describe(policy)
@@ -99,14 +107,13 @@ def said_cut(name: str, longest: int, whose: str) -> str:
 
 def file_of(policy: Any) -> tuple[str, str] | None:
     """Return name and digest of the file that a policy's class is from; None if built in."""
-    mark, inner = getattr(type(policy), FILE_MARK, None), getattr(policy, "policy", None)
-    return mark if mark is not None or inner is None else file_of(inner)
+    mark: tuple[str, str] | None = vars(type(unwrapped(policy))).get(FILE_MARK)
+    return mark
 
 
 def identity(policy: Any) -> Any:
     """Return what a digest takes of `policy`, as a class from a file can be pickled by no name."""
-    mark = getattr(type(policy), FILE_MARK, None)
-    if mark is not None:
+    if (mark := vars(type(policy)).get(FILE_MARK)) is not None:
         return (*mark, vars(policy))
     if isinstance(policy, Mapping):
         return {name: identity(value) for name, value in policy.items()}
@@ -116,8 +123,10 @@ def identity(policy: Any) -> Any:
     return policy
 
 
-class Cut(DraftPolicy):
+class Cut(Wrapper, DraftPolicy):
     """A policy whose drafts end at `longest` tokens, whatever it would go on with."""
+
+    policy: DraftPolicy
 
     def __init__(self, policy: DraftPolicy, longest: int) -> None:
         self.policy, self.longest = policy, longest
@@ -137,32 +146,82 @@ class Cut(DraftPolicy):
     def begin_round(self, load: Load) -> None:
         self.policy.begin_round(load)
 
-    def begin_request(self) -> None:
-        self.policy.begin_request()
-
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         self.policy.observe(outcome, draft)
+
+    def for_run(self) -> Cut:
+        return Cut(self.policy.for_run(), self.longest)
+
+    def fresh(self) -> Cut:
+        mine = self.policy.fresh()
+        return self if mine is self.policy else Cut(mine, self.longest)
 
     def copy(self) -> Cut:
         return Cut(self.policy.copy(), self.longest)
 
 
-def _run(text: str, path: Path) -> Mapping[str, Any]:
+def _run(text: str, path: Path) -> tuple[ModuleType, str]:
+    """Return the module that `path` makes, and a digest of its source and of its helpers'."""
     if not path.is_file():
         raise ValueError(f"{text}: {path} is no such file: check the path")
     module = ModuleType(path.stem)
+    # A dataclass looks up its module by this name, which must be no other module's.
+    module.__name__ = f"{path.stem} {id(module)}"
     module.__file__ = str(path.absolute())
+    vars(module)["print"] = _print
+    sources = [path.read_bytes()]
     try:
-        # Not imported: Python's cache compares only size and time in seconds, so that a quick edit
-        # of equal length would run the old code.
-        exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), vars(module))
+        with redirect_stdout(sys.stderr), _helpers(path.absolute().parent, sources):
+            sys.modules[module.__name__] = module
+            # Not imported: Python's cache compares only size and time in seconds, so that a quick
+            # edit of equal length would run the old code.
+            exec(compile(sources[0], path, "exec", dont_inherit=True), vars(module))
     except SystemExit as error:
         raise ValueError(f"{text}: {_exits(error)}") from None
     except Exception as error:  # whatever a user's file may do
         raise ValueError(
             f"{text}: {path} cannot be run ({type(error).__name__}: {error})"
         ) from error
-    return vars(module)
+    finally:
+        # Other processes could not import it: classes are sent to them by value.
+        sys.modules.pop(module.__name__, None)
+    return module, hashlib.sha256(b"".join(sources)).hexdigest()
+
+
+@contextmanager
+def _helpers(folder: Path, sources: list[bytes]) -> Iterator[None]:
+    """Let the modules of `folder` be imported; forget them at the end, and add their `sources`.
+
+    Another folder may have modules of these names, and they may be edited before the next run.
+    """
+    known, written = {*sys.modules}, sys.dont_write_bytecode
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = written
+        with suppress(ValueError):
+            sys.path.remove(str(folder))
+        new = sorted(sys.modules.keys() - known)
+        near = {name for name in new if "." not in name and _is_in(folder, sys.modules[name])}
+        for name in new:
+            if name.partition(".")[0] in near:
+                file = getattr(sys.modules.pop(name), "__file__", None)
+                sources += [Path(file).read_bytes()] if file else []
+
+
+def _is_in(folder: Path, module: ModuleType) -> bool:
+    """Return True if `module` lies in `folder` itself, and is not draftsim's own."""
+    file = getattr(module, "__file__", None) or ""
+    place = next(iter(getattr(module, "__path__", ())), file)
+    ours = getattr(module, "__distribution__", None) == "draftsim"
+    return Path(place).parent == folder and not ours
+
+
+def _print(*values: object, **how: Any) -> None:
+    """Print to standard error by default, as results may be on standard output."""
+    print(*values, **{"file": sys.stderr, **how})
 
 
 def _exits(error: SystemExit) -> str:

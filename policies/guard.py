@@ -2,16 +2,20 @@
 
 Reading a signal has a price, which is charged by what a policy declares (`DraftPolicy.reads`),
 and a recording is checked for what is declared.  So what was not declared cannot be read:
-neither of a recording nor of real models.
+neither of a recording nor of real models.  An answer of a policy that is no length of its draft is
+refused, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
+
 from policies.errors import DraftsimError
+from policies.wrapper import unwrapped
 
 T = TypeVar("T")
 
@@ -49,10 +53,37 @@ class UndeclaredSignal(DraftsimError):
         """Return the same error, naming who read; one that already names somebody stays."""
         if self.reader is not None:
             return self
-        # A wrapper's own name would tell nobody anything.
-        while hasattr(inner := getattr(reader, "policy", None), "reads"):
-            reader = inner
-        return UndeclaredSignal(self.signal, type(reader).__name__, self.declared_in)
+        return UndeclaredSignal(self.signal, type(unwrapped(reader)).__name__, self.declared_in)
+
+
+class PolicyError(DraftsimError, ValueError):
+    """A policy breaks the contract; the message says which part and how."""
+
+    def by(self, policy: object) -> PolicyError:
+        """Return the same error, naming the policy; one that already names it stays."""
+        name, text = type(unwrapped(policy)).__name__, str(self)
+        return self if text.startswith(f"{name} ") else PolicyError(f"{name} {text}")
+
+
+def length_from(method: str, answer: Any, longest: int | None) -> int:
+    """Return the `answer` of a policy's `method`, a number of tokens up to `longest`.
+
+    Raises PolicyError for anything else.
+    """
+    # bool is an int, but as a count it is a comparison that slipped through.
+    if isinstance(answer, bool) or not isinstance(answer, int | np.integer):
+        raise PolicyError(f"{method} returned {answer!r}, expected an int")
+    if answer < 0 or (longest is not None and answer > longest):
+        most = "or more" if longest is None else f"to {longest}"
+        raise PolicyError(f"{method} returned {answer}, expected 0 {most}")
+    return int(answer)
+
+
+def lengths_from(method: str, answers: Sequence[Any], longest: Sequence[int | None]) -> list[int]:
+    """Return the `answers` of a policy's `method`, one per sequence, each as in `length_from`."""
+    if len(answers) != len(longest):
+        raise PolicyError(f"{method} returned {len(answers)} lengths, expected {len(longest)}")
+    return [length_from(method, one, most) for one, most in zip(answers, longest, strict=True)]
 
 
 class Guarded:

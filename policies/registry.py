@@ -18,7 +18,7 @@ from policies.batch.engines import GraphAware, SGLangThroughput, TensorRTLLM
 from policies.batch.goodput import Goodput, TurboSpec
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable, BatchTableHysteresis, DisableByBatchSize
-from policies.core import DraftPolicy
+from policies.core import DraftPolicy, longest_of
 from policies.lengths.bandit import EXP3Spec, UCBSpec
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
 from policies.lengths.bild import BiLDFallback
@@ -31,6 +31,7 @@ from policies.lengths.llamacpp import LlamaCppDraft
 from policies.lengths.rate_optimal import RateOptimal
 from policies.lengths.specdec_pp import Disco, SpecDecPP
 from policies.spec import describe_spec, parameters, parse_spec
+from policies.wrapper import unwrapped
 
 AnyPolicy = TypeVar("AnyPolicy", bound="DraftPolicy | BatchPolicy")
 
@@ -144,10 +145,9 @@ def describe(policy: DraftPolicy | BatchPolicy) -> str:
     >>> describe(Fixed(gamma=3))
     'fixed:gamma=3'
     """
-    if isinstance(inner := getattr(policy, "policy", None), DraftPolicy | BatchPolicy):
-        return describe(inner)
+    policy = unwrapped(policy)
     names = {cls: name for name, cls in POLICIES.items()}
-    own, _ = getattr(type(policy), FILE_MARK, (type(policy).__name__, ""))
+    own, _ = vars(type(policy)).get(FILE_MARK, (type(policy).__name__, ""))
     return describe_spec(policy, names.get(type(policy), own))
 
 
@@ -190,11 +190,18 @@ def capped(policy: AnyPolicy, max_gamma: int, explicit: Collection[str] = ()) ->
     values = {key: getattr(policy, key) for key in known}
     chosen = {k for k in known if k in explicit or values[k] != known[k].default}
     if "gamma_max" in known and "gamma" in chosen:
-        max_gamma = max(max_gamma, values["gamma"])  # a chosen start implies room for it
+        # A chosen start implies room for it.
+        max_gamma = max(max_gamma, longest_of(values["gamma"]) or 0)
     lowered: dict[str, Any] = {}
     for key in {"gamma_max", "gamma", "gamma_min"} & (known.keys() - chosen):
-        if values[key] is None or values[key] > max_gamma:
+        unset = key == "gamma_max" and values[key] is None
+        if unset or ((longest := longest_of(values[key])) is not None and longest > max_gamma):
             lowered[key] = max_gamma
-    if "gammas" in known and "gammas" not in chosen and max(values["gammas"]) > max_gamma:
-        lowered["gammas"] = tuple(g for g in values["gammas"] if g <= max_gamma) or (max_gamma,)
-    return type(policy)(**{**values, **lowered}) if lowered else policy
+    gammas = None if "gammas" in chosen else values.get("gammas")
+    if isinstance(gammas, list | tuple) and (longest_of(gammas) or 0) > max_gamma:
+        lowered["gammas"] = tuple(g for g in gammas if g <= max_gamma) or (max_gamma,)
+    if not lowered:
+        return policy
+    made = type(policy)(**{**values, **lowered})
+    # Parameters that leave the longest draft as it is are no lengths.
+    return policy if made.longest_draft() == policy.longest_draft() else made

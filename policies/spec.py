@@ -129,10 +129,11 @@ def _value(where: str, annotation: Any, text: str) -> Any:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
         raise ValueError(f"{where}: expected true or false")
-    options = [o for kind in kinds if get_origin(kind) is Literal for o in get_args(kind)]
+    literals = [kind for kind in kinds if get_origin(kind) is Literal]
+    options = {as_text(option): option for kind in literals for option in get_args(kind)}
     if options:
         if text in options:
-            return text
+            return options[text]
         raise ValueError(f"{where}{choice(text, options)}")
     if text.startswith(("[", "{")) and str not in kinds:
         try:

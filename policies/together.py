@@ -12,12 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from policies.batch.base import BatchPolicy
+from policies.batch.base import BatchPolicy, caps_of
 from policies.core import DraftPolicy, Load, Round, caught_up, drafting, own_copy
 from policies.errors import DraftsimError
-from policies.guard import UndeclaredSignal
+from policies.guard import PolicyError, UndeclaredSignal, lengths_from
 
 Policy = DraftPolicy | BatchPolicy
 Synchronise = Literal["ragged", "minimum", "mean"]
@@ -76,6 +76,8 @@ class Together(ABC):
     policy: Any
     guarded: bool = False
     longest: int | None = None
+    submits: ClassVar[str] = "submit"
+    """Method of the policy that says how much of a draft is verified."""
 
     def __post_init__(self) -> None:
         self.changes = 0
@@ -95,7 +97,8 @@ class Together(ABC):
     def draft(self, members: Sequence[M], load: Callable[[M], Load], more: Draft[M]) -> None:
         """Draft for every member of this iteration, and leave in it what is to be verified.
 
-        Raises UndeclaredSignal if a policy reads a signal that it does not declare.
+        Raises UndeclaredSignal if a policy reads a signal that it does not declare, and PolicyError
+        if it answers with a length that there is not.
         """
         try:
             for member, cap in zip(members, self._begin(members, load), strict=True):
@@ -112,10 +115,12 @@ class Together(ABC):
                 for member, token in zip(active, more(active), strict=True):
                     if token is not None:
                         member.draft.append(token)
-            for member, length in zip(members, self._submitted(members), strict=True):
-                member.forwards = len(member.draft)
+            drafted, answers = [len(m.draft) for m in members], self._submitted(members)
+            lengths = lengths_from(self.submits, answers, drafted)
+            for member, forwards, length in zip(members, drafted, lengths, strict=True):
+                member.forwards = forwards
                 del member.draft[length:]
-        except UndeclaredSignal as error:
+        except (UndeclaredSignal, PolicyError) as error:
             raise error.by(self.policy) from None
 
     def keep(self, accepted: Sequence[int], ends: Sequence[bool]) -> list[int]:
@@ -227,14 +232,16 @@ class Jointly(Together):
     """A batch policy that decides for all sequences of an iteration together."""
 
     policy: BatchPolicy
+    submits = "allot"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._began = False
+        self._began, self._bound = False, self.policy.longest_draft()
 
     def _begin(self, members: Sequence[M], load: Callable[[M], Load]) -> Sequence[int | None]:
         before = self.policy.planned
-        caps = self.policy.plan_each([m.name for m in members], [load(m) for m in members])
+        names, loads = [m.name for m in members], [load(m) for m in members]
+        caps = caps_of(self.policy, self._bound, names, loads)
         self.changes += self._began and self.policy.planned != before
         self._began = True
         return caps

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from policies import Fixed
-from policies.from_file import identity, load_file
+from policies import Fixed, GammaTune, describe
+from policies.from_file import file_of, identity, load_file
 from tests.conftest import ROOT, Run
 
 OWN = """
@@ -58,8 +59,52 @@ class Drifting(BatchPolicy):
     def observe(self, outcomes):
         self._last = outcomes[0].accepted + 1
 
+class Wrapped(DraftPolicy):
+    def __init__(self, gamma: int = 3):
+        self.gamma, self.policy = gamma, Careful()
+
+    def keep_drafting(self, draft):
+        return len(draft) < self.gamma
+
+class AtRun(DraftPolicy):
+    length = 6
+
+    def for_run(self):
+        mine = self.copy()
+        mine.length -= 2
+        return mine
+
+    def fresh(self):
+        mine = self.copy()
+        mine.length -= 2
+        return mine
+
+    def keep_drafting(self, draft):
+        return len(draft) < self.length
+
+class AtRunBounded(AtRun):
+    longest = 6
+
 class Other:
     pass
+"""
+
+RUN_AS_PYTHON = """
+from __future__ import annotations
+from dataclasses import dataclass
+from helper import LENGTH
+from policies import DraftPolicy
+from policies.lengths.gammatune import GammaTune
+
+print("said")
+
+@dataclass
+class Mine(DraftPolicy):
+    gamma: int = LENGTH
+
+    def keep_drafting(self, draft):
+        print("asked")
+        return len(draft) < self.gamma
 """
 
 
@@ -70,6 +115,8 @@ def test_a_policy_of_ones_own(synthetic_run: Path, tmp_path: Path, run: Run) -> 
     rows = run(*command, f"{file}:Careful:threshold=0.25").rows
     assert [r["policy"] for r in rows[:2]] == ["autoregressive", "mine.py:Careful:threshold=0.25"]
     assert [r["note"] for r in rows] == [None, None, "best fixed"]
+    # A policy that holds another one has its own name.
+    assert run(*command, f"{file}:Wrapped").rows[1]["policy"] == "mine.py:Wrapped"
     assert rows[1]["against"] == rows[2]["policy"]
     for text, message in (
         (f"{file}:Carefull", "has no class 'Carefull'"),
@@ -80,6 +127,45 @@ def test_a_policy_of_ones_own(synthetic_run: Path, tmp_path: Path, run: Run) -> 
     ):
         ran = run(*command, text)
         assert message in ran.refusal
+
+
+def test_a_file_is_run_as_python_would_run_it(
+    synthetic_run: Path, tmp_path: Path, run: Run
+) -> None:
+    """Its helpers are found, what it prints is no result, and no other class gets its mark."""
+    path, found = [*sys.path], []
+    for folder, length in (("a", 2), ("b", 3), ("b", 4)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "helper.py").write_text(f"LENGTH = {length}")
+        file = tmp_path / folder / "mine.py"
+        file.write_text(RUN_AS_PYTHON)
+        found.append(load_file(f"{file}:Mine", 24).policy)
+        assert found[-1].longest_draft() == length
+    assert len({file_of(policy) for policy in found}) == 3
+    assert sys.path == path
+    assert not [name for name in sys.modules if name == "helper" or name.startswith("mine ")]
+    ran = run("simulate", "--trace", synthetic_run, "--json", "-", "--policy", f"{file}:Mine")
+    assert ran.rows[1]["policy"] == "mine.py:Mine"
+    assert "said" in ran.err
+    assert "asked" in ran.err
+    ran = run("simulate", "--trace", synthetic_run, "--policy", f"{file}:GammaTune")
+    assert "imports 'GammaTune': name a class that the file defines" in ran.refusal
+    assert file_of(GammaTune()) is None
+    assert describe(GammaTune()) == "gammatune"
+
+
+def test_a_cut_policy_begins_runs_and_requests_as_it_would_uncut(
+    synthetic_run: Path, tmp_path: Path, run: Run
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    own = ("--policy", f"{file}:AtRun", "--policy", f"{file}:AtRunBounded")
+    for command, more in (("simulate", ()), ("serve", ("--batch", 2, "--requests", 6))):
+        rows = run(command, "--trace", synthetic_run, *more, "--json", "-", *own).rows
+        [cut, bounded] = [row for row in rows if row["policy"].startswith("mine.py")]
+        same = ("rounds", "drafted", "accepted", "tokens_per_round", "throughput_tok_s")
+        assert [cut.get(key) for key in same] == [bounded.get(key) for key in same]
+        assert any(cut.get(key) for key in same)
 
 
 def test_two_files_with_one_name_are_not_taken_for_one(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from policies import (
+    BatchPolicy,
     DraftPolicy,
     IsotonicAcceptance,
     Load,
@@ -16,6 +17,7 @@ from policies import (
     Round,
     check_policy,
     parse_policy,
+    parse_serving_policy,
     policy_names,
 )
 from policies.lengths.specdec_pp import Disco, SpecDecPP
@@ -52,6 +54,7 @@ VARIANTS = [
 @pytest.mark.parametrize("text", [*policy_names(), *VARIANTS])
 def test_every_built_in_policy_keeps_the_contract(text: str) -> None:
     check_policy(parse_policy(text))
+    check_policy(parse_serving_policy(text))
 
 
 @pytest.mark.parametrize("build", [SpecDecPP, Disco])
@@ -188,6 +191,31 @@ class TrustsTheDecoder(Sound):
         assert load.context < 12
 
 
+class FailsInBatches(Sound):
+    def begin_round(self, load: Load) -> None:
+        assert load.batch == 1
+
+
+class Planned(BatchPolicy):
+    """Keeps the contract for one sequence, and breaks it for several."""
+
+    longest = 4
+
+    def __init__(self, several: Any = 4, sent: Any = 0) -> None:
+        self.several, self.sent = several, sent
+
+    def plan(self, loads: Sequence[Load]) -> int:
+        return 4 if len(loads) == 1 else self.several  # type: ignore[no-any-return]
+
+    def allot(self, drafts: Sequence[Sequence[Any]]) -> Sequence[int]:
+        return [len(draft) if len(drafts) == 1 else self.sent for draft in drafts]
+
+
+class AllotsOne(Planned):
+    def allot(self, drafts: Sequence[Sequence[Any]]) -> Sequence[int]:
+        return [len(drafts[0])]
+
+
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -211,10 +239,16 @@ class TrustsTheDecoder(Sound):
         (FailsOnEmptyDrafts(), "raised ZeroDivisionError"),
         (FailsOnShortDrafts(), "raised IndexError"),
         (TrustsTheDecoder(), "raised AssertionError"),
+        (FailsInBatches(), "raised AssertionError"),
+        (Planned(several=5), "plan returned 5, expected 0 to 4"),
+        (Planned(several=2.5), "plan returned 2.5, expected an int"),
+        (Planned(sent=-1), "allot returned -1, expected 0 to"),
+        (AllotsOne(), "allot returned 1 lengths, expected 64"),
     ],
 )
-def test_each_breach_is_named(broken: DraftPolicy, message: str) -> None:
+def test_each_breach_is_named(broken: DraftPolicy | BatchPolicy, message: str) -> None:
     check_policy(Sound())
+    check_policy(Planned())
     with pytest.raises(PolicyError, match=message) as caught:
         check_policy(broken)
     assert str(caught.value).startswith(type(broken).__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -163,6 +163,24 @@ class Unannotated(DraftPolicy):
         return len(draft) < self.gamma
 
 
+class Tempered(DraftPolicy):
+    """Has parameters that are named as lengths are."""
+
+    longest = 4
+
+    def __init__(self, gamma: Any = 50.0, gammas: Any = None, k: Literal[1, 2, 3] = 2) -> None:
+        self.gamma, self.gammas, self.k = gamma, gammas, k
+
+    def keep_drafting(self, draft: Any) -> bool:
+        return len(draft) < self.longest
+
+
+def test_a_choice_of_numbers_is_a_number() -> None:
+    assert parse_spec("mine:k=3", "policy", {"mine": Tempered})[2] == {"k": 3}
+    with pytest.raises(ValueError, match="k=4: choose from 1, 2, 3"):
+        parse_spec("mine:k=4", "policy", {"mine": Tempered})
+
+
 def test_a_parameter_without_an_annotation_has_the_type_of_its_default() -> None:
     table = {"mine": Unannotated}
     text = "mine:threshold=1,gamma=4,strict=true,mode=max,steps=[3],count=2"
@@ -204,6 +222,9 @@ def test_capped_lowers_defaults_and_leaves_choices_alone() -> None:
     assert describe(capped(Fixed(), 24)) == "fixed"
     assert describe(capped(HFHeuristic(), 24)) == "hf-heuristic:gamma_max=24"
     assert describe(capped(HFHeuristic(gamma=30), 24)) == "hf-heuristic:gamma=30,gamma_max=30"
+    # A gamma that is no length, or not the longest draft, stays as it is.
+    for made in (Tempered(), Tempered(gamma=50), Tempered("auto"), Tempered(gammas=None)):
+        assert capped(made, 24) is made
     # In text even a value equal to the default is a choice.
     assert describe(parse_policy("svip:gamma_max=40", max_gamma=24)) == "svip"
 

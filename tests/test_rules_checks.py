@@ -53,6 +53,19 @@ class NotAnInteger(VerifyRule):
         return 0.0  # type: ignore[return-value]
 
 
+class Numpy(TokenRule):
+    def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+        return np.int64(super().accept(draft, scores))  # type: ignore[return-value]
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        return bool(score.match)
+
+
+class Raises(VerifyRule):
+    def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+        return {0: 0}[len(draft)]
+
+
 class Clockwork(TokenRule):
     """Shares a stream of randomness between all copies."""
 
@@ -128,6 +141,7 @@ class NoCopy(Counting):
 
 def test_a_rule_with_state_of_its_own_is_fine() -> None:
     check_rule(Counting())
+    check_rule(Numpy())
 
 
 @pytest.mark.parametrize(
@@ -136,6 +150,7 @@ def test_a_rule_with_state_of_its_own_is_fine() -> None:
         (TooMany(), "accepted 1 of 0 tokens"),
         (FromNothing(), "accepted -1 of 0 tokens"),
         (NotAnInteger(), "returned 0.0, expected an int"),
+        (Raises(), "Raises raised KeyError: "),
         (Clockwork(), "two copies in the same state disagree"),
         (Peeking(), "more than look_ahead=0 after them"),
         (FalselyLossless(), "calls itself lossless but accepted"),

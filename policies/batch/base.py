@@ -26,8 +26,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.core import DraftPolicy, Load, Round, bound_of
+from policies.guard import lengths_from
 from policies.spec import Checked
 from policies.vectorised import VectorisedPlan, own_word, plan_of
+from policies.wrapper import Wrapper, unwrapped
 
 B = TypeVar("B", bound="BatchPolicy")
 
@@ -178,33 +180,42 @@ class KeptInStep(BatchPolicy):
         return [min(len(draft), self._verified) for draft in drafts]
 
 
+def caps_of(
+    policy: BatchPolicy, longest: int | None, requests: Sequence[Hashable], loads: Sequence[Load]
+) -> list[int]:
+    """Return the draft-length caps that `policy` plans.
+
+    Raises PolicyError unless each is a number of tokens up to `longest`, the policy's own bound.
+    """
+    return lengths_from("plan", policy.plan_each(requests, loads), [longest] * len(loads))
+
+
 def decides_together(policy: DraftPolicy | BatchPolicy) -> bool:
     """Return True if the drafts of one sequence may decide on those of another.
 
     So it is where a class asks all drafts in `BatchPolicy.keep_drafting` or `BatchPolicy.allot`.
     A policy that wraps another is judged by the one inside.
     """
-    inner = getattr(policy, "policy", None)
-    if isinstance(inner, DraftPolicy | BatchPolicy):
-        return decides_together(inner)
+    policy = unwrapped(policy)
     if not isinstance(policy, BatchPolicy):
         return False
     own, one = type(policy), (BatchPolicy.allot, KeptInStep.allot)
     return own.keep_drafting is not BatchPolicy.keep_drafting or own.allot not in one
 
 
-class SingleStream(DraftPolicy):
+class SingleStream(Wrapper, DraftPolicy):
     """A batch policy driven as a single-stream one: a batch of one sequence.
 
     It lives as long as the engine, so it learns across requests.  The wrapped policy decides if
     the trigger token is kept.
     """
 
+    policy: BatchPolicy
     learns_across_requests = True
 
     def __init__(self, policy: BatchPolicy) -> None:
         self.policy = policy
-        self._cap = 0
+        self._cap, self._longest = 0, policy.longest_draft()
         self._request = 0
         vars(self)["reads"] = policy.reads  # narrower than any class-wide declaration
 
@@ -218,7 +229,7 @@ class SingleStream(DraftPolicy):
         self._request += 1
 
     def begin_round(self, load: Load) -> None:
-        self._cap = self.policy.plan_each((self._request,), (load,))[0]
+        self._cap = caps_of(self.policy, self._longest, (self._request,), (load,))[0]
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         return len(draft) < self._cap and self.policy.keep_drafting((draft,))

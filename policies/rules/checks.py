@@ -104,15 +104,22 @@ def check_rule(rule: VerifyRule, *, seed: int = 0, rounds: int = 60) -> None:
     Raises
     ------
     RuleError
-        Naming the part of the contract that the rule breaks.
-    ValueError
-        If the rule can run at neither temperature.
+        Naming the part of the contract that the rule breaks, or what it raises.
     """
     name = type(rule).__name__
     unknown = sorted(({*rule.reads} - {*SIGNALS}) | ({*rule.needs} - {*SCORES}))
     _require(not unknown, f"{name} declares unknown signals or scores: {', '.join(unknown)}")
     _require(rule.look_ahead >= 0, f"{name}: look_ahead is {rule.look_ahead}, expected >= 0")
-    temperature = _temperature(rule)
+    try:
+        _check(rule, seed, rounds)
+    except RuleError:
+        raise
+    except Exception as error:
+        raise RuleError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def _check(rule: VerifyRule, seed: int, rounds: int) -> None:
+    name, temperature = type(rule).__name__, _temperature(rule)
     rng = np.random.default_rng(seed)
     cases = [_case(rule, rng, int(rng.integers(1, 13)), temperature) for _ in range(rounds)]
 
@@ -177,7 +184,8 @@ def _case(
 def _accept(rule: VerifyRule, draft: Sequence[Any], scores: Sequence[Any]) -> int:
     accepted = rule.accept(draft, scores)
     name = type(rule).__name__
-    _require(isinstance(accepted, int), f"{name}.accept returned {accepted!r}, expected an int")
+    whole = isinstance(accepted, int | np.integer)
+    _require(whole, f"{name}.accept returned {accepted!r}, expected an int")
     _require(
         0 <= accepted <= len(draft),
         f"{name} accepted {accepted} of {len(draft)} tokens, expected 0..{len(draft)}",

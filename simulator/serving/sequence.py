@@ -17,6 +17,7 @@ from policies.core import DraftPolicy, Load, Round, speculate
 from policies.guard import UndeclaredSignal
 from policies.rules.base import VerifyRule
 from policies.together import Member, Together
+from policies.wrapper import unwrapped
 from simulator.serving.arrivals import LONGEST, Job
 from traces.acceptance.trace import Trace
 from traces.replay.decoder import ReplayDecoder
@@ -206,7 +207,8 @@ def clock_free(policy: DraftPolicy, rule: VerifyRule | None) -> bool:
     They do not if the policy learns across requests or decides by the load, or if the rule
     learns.
     """
-    forgets = not policy.learns_across_requests and type(policy).fresh is DraftPolicy.fresh
+    copied = type(unwrapped(policy)).fresh is DraftPolicy.fresh
+    forgets = not policy.learns_across_requests and copied
     return (
         forgets and not policy.decides_by_load()
         and (rule is None or type(rule).end_request is VerifyRule.end_request)
