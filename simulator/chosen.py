@@ -227,12 +227,15 @@ def swept_policies(
 
 def is_unfitted(policy: object) -> TypeGuard[RateOptimal]:
     """Return True if this is the rate-optimal rule, and nothing is fitted to a recording."""
-    return isinstance(policy, RateOptimal) and policy.cost is None
+    return type(policy) is RateOptimal and policy.cost is None
 
 
 def is_default(policy: object) -> TypeGuard[RateOptimal]:
-    """Return True if this is the rate-optimal rule with its defaults, except its longest draft."""
-    if not isinstance(policy, RateOptimal):
+    """Return True if this is the rate-optimal rule with its defaults, except its longest draft.
+
+    A subclass is its user's own rule, which no shipped one may replace.
+    """
+    if type(policy) is not RateOptimal:
         return False
     settings = {k: p.default for k, p in parameters(RateOptimal).items() if k != "gamma_max"}
     return all(getattr(policy, key) == value for key, value in settings.items())
@@ -330,7 +333,7 @@ def load_serving_policies(
             return with_plain({**chosen, **rivals(longest_draft(trace))})
 
     def ready(name: str, policy: Served, say: Say = say) -> Served:
-        if isinstance(policy, RateOptimal):
+        if type(policy) is RateOptimal:
             return fitted_as_asked(name, policy, trace, latency)
         return informed(name, policy, trace, latency, say)
 
@@ -339,7 +342,7 @@ def load_serving_policies(
             if not repeats(given, chosen):
                 name = name_of(given, chosen)
                 # An object with parameters of its own is served as it is: its rate has its units.
-                own = isinstance(given, RateOptimal) and not is_default(given)
+                own = type(given) is RateOptimal and not is_default(given)
                 chosen[name] = given if own else ready(name, given)
             continue
         if (text := name_or_added(given, chosen, trace.max_gamma, say)) is None:
@@ -418,5 +421,6 @@ def fitted(trace: Trace, latency: LatencyTable, longest: int | None = None) -> R
 
 def with_plain(chosen: dict[str, Served]) -> dict[str, Served]:
     """Return the policies with no speculation first, which speedups are over."""
-    plain = {n: p for n, p in chosen.items() if isinstance(p, Autoregressive)}
+    # A subclass may draft, so it is no baseline.
+    plain = {n: p for n, p in chosen.items() if type(p) is Autoregressive}
     return {**(plain or {PLAIN: Autoregressive()}), **chosen}

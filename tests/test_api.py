@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import draftsim
-from policies import DraftPolicy, Fixed, GammaTune, Oracle
+from policies import Autoregressive, DraftPolicy, Fixed, GammaTune, Oracle, RateOptimal
 from policies.core import DraftToken
 from policies.registry import is_bound
 from simulator.chosen import load_policies, load_serving_policies
@@ -41,6 +41,23 @@ class UpTo(DraftPolicy):
 
     def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
         return len(draft) < self.most
+
+
+class OneToken(RateOptimal):
+    """Drafts one token, whatever the rate."""
+
+    def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
+        return not draft
+
+
+class Both(Autoregressive):
+    """Drafts two tokens."""
+
+    def longest_draft(self) -> int:
+        return 2
+
+    def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
+        return len(draft) < 2
 
 
 def test_it_imports_nothing_until_a_name_is_asked_for() -> None:
@@ -94,6 +111,19 @@ def test_predict_takes_objects() -> None:
         draftsim.predict(trace)
     with pytest.raises(draftsim.DraftsimError, match="source chooses the drafter of a named"):
         draftsim.predict(trace, latency, source="ngram")
+
+
+def test_a_subclass_of_a_shipped_policy_is_run_as_it_is() -> None:
+    given = [OneToken(), Both(), "fixed:gamma=1", "fixed:gamma=2"]
+    table = draftsim.predict("bundled", policies=given, resamples=20).table
+    served = draftsim.serve("bundled", policies=given, concurrency=[1], requests=20).table
+    assert list(served["policy"]) == ["autoregressive", "OneToken", "Both", *given[2:]]
+    for rows in (table, served):
+        accepted = rows.set_index("policy")["acceptance_rate"]
+        assert accepted["OneToken"] == accepted["fixed:gamma=1"]
+        assert accepted["Both"] == accepted["fixed:gamma=2"] != accepted["OneToken"]
+    planned = draftsim.plan("bundled", None, [Both()], rate=0.1, slo="ttft=100", requests=20)
+    assert list(planned.table["policy"]) == ["autoregressive", "Both"]
 
 
 def test_objects_of_one_class_are_told_apart() -> None:

@@ -251,7 +251,7 @@ def sweep(
         for policy in policies.values():
             check_mode(trace, latency, policy, scenario, rule)
     rows = [] if rows is None else rows
-    plain = {name for name, policy in policies.items() if isinstance(policy, Autoregressive)}
+    plain = {name for name, policy in policies.items() if type(policy) is Autoregressive}
     here = executor is None
     runner = ServingRunner(
         trace, latency, policies, scenarios, rule, advance if here else _ignored,
