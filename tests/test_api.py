@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import draftsim
-from policies import Autoregressive, DraftPolicy, Fixed, GammaTune, Oracle, RateOptimal
-from policies.core import DraftToken
+from policies import Autoregressive, BatchPolicy, DraftPolicy, Fixed, GammaTune, Oracle, RateOptimal
+from policies.core import DraftToken, Load
 from policies.registry import is_bound
 from simulator.chosen import load_policies, load_serving_policies
 from simulator.serving import ClosedLoop, Devices, Scenario
@@ -41,6 +41,20 @@ class UpTo(DraftPolicy):
 
     def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
         return len(draft) < self.most
+
+
+class Endless(DraftPolicy):
+    """Drafts as long as it may."""
+
+    def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
+        return True
+
+
+class Batched(BatchPolicy):
+    """Drafts as long as it may, for whole batches."""
+
+    def plan(self, loads: Sequence[Load]) -> int:
+        return 100
 
 
 class OneToken(RateOptimal):
@@ -143,11 +157,31 @@ def test_an_object_that_repeats_a_name_is_no_second_row() -> None:
     assert [name for name, _ in load_policies(given, trace)] == names
     assert not is_bound(draftsim.predict(trace, latency, given, resamples=20).best)
     assert is_bound("oracle (2)")
-    # The name is lowered to the recorded length, the object drafts as far as it says.
+
+
+def test_objects_are_held_to_the_recorded_length_as_names_are() -> None:
+    latency = LatencyTable.constant(1.0, 0.1)
     short = synthetic_trace(0.7, requests=4, tokens=30, max_gamma=6, concentration=8.0)
-    served = load_serving_policies(["gammatune", GammaTune()], short, latency)
+    given = ["gammatune", GammaTune(), GammaTune(gamma_max=5), Endless(), Batched()]
+    said: list[str] = []
+    served = load_serving_policies(given, short, latency, say=said.append)
     longest = {name: policy.longest_draft() for name, policy in served.items()}
-    assert longest == {"autoregressive": 0, "gammatune": 6, "gammatune (2)": 24}
+    assert longest == {
+        "autoregressive": 0, "gammatune": 6, "gammatune:gamma_max=5": 5, "Endless": 6,
+        "Batched": None,
+    }  # fmt: skip
+    cut = [
+        f"{name} sets no longest draft: it is cut at length 6, the recording's longest (set an "
+        "attribute gamma_max, or define longest_draft())" for name in ("Endless", "Batched")
+    ]  # fmt: skip
+    assert said == cut
+    found = draftsim.predict(short, latency, [*given, "fixed:gamma=6"], resamples=20)
+    assert [note for note in found.notes if "cut at" in note] == cut
+    speedup = found.table.set_index("policy")["speedup"]
+    assert speedup["Endless"] == speedup["Batched"] == speedup["fixed:gamma=6"]
+    for wrong in (Fixed, None, 3):
+        with pytest.raises(draftsim.DraftsimError, match="is no policy: give a name, or an object"):
+            draftsim.predict(short, latency, [wrong])  # type: ignore[list-item]
 
 
 def test_predict_drafts_with_the_head_that_the_latencies_are_of() -> None:
