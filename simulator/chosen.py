@@ -104,8 +104,8 @@ def load_policies(
     found = []
     for name, served in chosen.items():
         one = SingleStream(served) if isinstance(served, BatchPolicy) else served
-        own = type(served) not in POLICIES.values()
-        if one is not served and limit is not None and own and not one.longest_draft():
+        unbounded = type(served) not in POLICIES.values() and not one.longest_draft()
+        if one is not served and limit is not None and unbounded:
             one = Cut(one, limit)
         if latency is not None:
             one = informed(name, one, trace, latency, say)
@@ -246,6 +246,12 @@ def swept_policies(
     """
     from simulator.whatif.sweep import expand, with_gammas
 
+    for one in texts or ():
+        if not isinstance(one, str):
+            raise DraftsimError(
+                f"a sweep takes policies by name, not {one!r}: name a class of your own as "
+                "FILE.py:Class"
+            )
     longest = min(LONGEST, trace.max_gamma or LONGEST)
     names = expand(texts or (f"fixed:gamma={{1..{longest}}}", "oracle"))
     if gammas:

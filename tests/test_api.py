@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import draftsim
@@ -20,7 +22,9 @@ from simulator.tune.search import Search
 from simulator.whatif.tuning import tuned_rows
 from tests.conftest import ROOT, Run
 from traces import LatencyTable, find_latency, find_trace, synthetic_trace
+from traces.importers.base import Options
 from traces.sources import find_drafted
+from traces.store.files import write_trace
 from traces.store.recordings import TRACE_VARIABLE
 
 SOME = ["fixed:gamma=3", "gammatune"]
@@ -227,13 +231,14 @@ def test_a_policy_that_finished_nothing_is_never_the_best(monkeypatch: pytest.Mo
     def rows(*given: Any, **options: Any) -> list[dict[str, Any]]:
         return [
             {"policy": name, "rate": rate, "concurrency": None, "latency_ratio": ratio,
-             "e2e_s": {"mean": 3 * ratio}, "extrapolated": 0, "unpriced": []}
+             "e2e_s": {"mean": 3 * ratio}, "extrapolated": 0, "unpriced": [],
+             "throughput_tok_s": 1 / ratio, "overloaded": False, "rejected": 0, "preemptions": 0}
             for rate, found in ((1.0, ratios), (2.0, nothing)) for name, ratio in found.items()
         ]  # fmt: skip
 
     monkeypatch.setattr("simulator.serving.sweep", rows)
     found = draftsim.serve(policies=["fixed:gamma=1"], rate=[1.0, 2.0])
-    assert found.best == {1.0: "c", 2.0: "autoregressive"}
+    assert found.best == {1.0: "c", 2.0: None}
 
 
 def test_plan_gives_the_fewest_replicas() -> None:
@@ -328,6 +333,11 @@ def loads(**given: Any) -> object:
         ("sweep --c 0.1 --batch 2", lambda: draftsim.sweep(c=[0.1], concurrency=[2])),
         ("sweep --c 0.1 --context 5", lambda: draftsim.sweep(c=[0.1], context=[5])),
         (f"sweep --trace {HEAD} --gpu h100", lambda: draftsim.sweep(HEAD, gpus=["h100"])),
+        ("sweep --verify-ratio 2", lambda: draftsim.sweep(verify_ratio=2)),
+        ("sweep --tilt iid", lambda: draftsim.sweep(tilt="iid")),
+        ("simulate --latency bundled", lambda: draftsim.predict(latency="bundled")),
+        ("serve --latency bundled --policy fixed:gamma=2 --batch 1",
+         lambda: draftsim.serve(latency="bundled", policies=["fixed:gamma=2"], concurrency=[1])),
         ("sweep --tune", lambda: tuned_rows(
             find_trace("bundled"), find_latency("bundled"), [], resamples=1, seed=0, jobs=1)),
         ("simulate --policy pld --verify csd",
@@ -354,6 +364,67 @@ def test_python_and_the_command_refuse_with_the_same_line(
     ran = run(*command.split())
     assert ran.code == 2
     assert ran.err.splitlines()[-1] == f"draftsim: {refused.value}"
+
+
+@pytest.mark.usefixtures("nothing_named")
+def test_plain_decoding_alone_needs_no_recording(run: Run) -> None:
+    found = draftsim.serve(latency="bundled", policies="autoregressive", concurrency=1, requests=20)
+    asked = ("--latency", "bundled", "--policy", "autoregressive", "--batch", "1")
+    rows = run("serve", *asked, "--requests", "20", "--json", "-").rows
+    assert rows[0]["throughput_tok_s"] == pytest.approx(found.table["throughput_tok_s"][0])
+
+
+def test_arguments_may_be_of_any_kind_of_sequence() -> None:
+    few = {"policies": "fixed:gamma=1", "resamples": 0, "jobs": 1}
+    listed = draftsim.sweep("bundled", c=[0.1, 0.2], alpha=[0.5], gamma=[], **few).table
+    arrays = draftsim.sweep("bundled", c=np.array([0.1, 0.2]), alpha=np.array(0.5), **few).table
+    assert arrays.equals(listed)
+    fixed = {**few, "policies": (name for name in ["fixed"])}
+    lengths = draftsim.sweep("bundled", gamma=np.array([1, 2]), context=np.array([50.0]), **fixed)
+    assert list(lengths.table["policy"]) == ["fixed:gamma=1", "fixed:gamma=2"]
+    served = draftsim.serve(
+        "bundled", policies="gammatune", concurrency=np.array([1, 2]), requests=20
+    )
+    assert list(served.best) == [1, 2]
+    asked = (name for name in SOME)
+    predicted = draftsim.predict("bundled", policies=asked, resamples=20).table
+    assert list(predicted["policy"]) == ["autoregressive", *SOME, "fixed:gamma=2"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: draftsim.serve(rate=[]), "rate is empty"),
+        (lambda: draftsim.serve(concurrency=[]), "concurrency is empty"),
+        (lambda: draftsim.serve(concurrency=[2.5]), "concurrency holds 2.5, expected whole"),
+        (lambda: draftsim.sweep(context=[]), "context is empty"),
+        (lambda: draftsim.sweep(c=["0.1"]), "c holds '0.1', expected numbers"),
+        (lambda: draftsim.sweep(c=[0.1], seed=-1), "seed is -1, expected >= 0"),
+        (lambda: draftsim.sweep(policies=[Fixed(3)]), "a sweep takes policies by name"),
+    ],
+)
+def test_impossible_arguments_are_told(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(draftsim.DraftsimError, match=message):
+        call()
+
+
+def test_nothing_faster_than_plain_decoding_makes_it_the_best() -> None:
+    found = draftsim.predict(
+        acceptance=[0.0], latency=CONST, policies=["fixed:gamma=1"], resamples=20
+    )
+    assert (found.table["speedup"][1:] < 1).all()
+    assert found.best == "autoregressive"
+
+
+def test_a_log_is_imputed_as_an_object_as_it_is_as_a_file(tmp_path: Path) -> None:
+    log = tmp_path / "rounds.csv"
+    log.write_text("request,drafted,accepted\n" + "0,3,1\n0,3,3\n1,3,2\n1,3,0\n" * 5)
+    trace = draftsim.import_log("rounds", [log], Options())
+    write_trace(trace, tmp_path / "rounds.parquet")
+    given = draftsim.predict(trace, CONST, SOME, resamples=20)
+    named = draftsim.predict(str(tmp_path / "rounds.parquet"), CONST, SOME, resamples=20)
+    assert given.table.equals(named.table)
+    assert any("longer ones are extrapolated" in note for note in given.notes)
 
 
 def test_methods_with_one_rule_in_common_are_served_by_it(run: Run) -> None:
