@@ -404,9 +404,11 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> 
         within = "" if span is None else f" ({three_digits(span[0])} to {three_digits(span[1])})"
         return f"{one.policy} {three_digits(one.ratio)}x{within}"
 
+    if not any(one.served for one in found):
+        return "nothing was served at any of these loads."
     if all(one.policy is None for one in found):
         return "only no speculation was served: name a policy to compare it with."
-    if all(one.ratio <= 1 for one in found):
+    if all(one.served and one.ratio <= 1 for one in found):
         best = max(found, key=lambda one: one.ratio)
         if not best.ratio:
             return "no policy is faster than no speculation at any of these loads."
@@ -417,6 +419,7 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> 
     shown = [
         f"{_at(one, closed)} {told(one)}" if one.ratio > 1
         else f"{_at(one, closed)} no policy is faster" + (f", {told(one)}" if one.ratio else "")
+        if one.served else f"{_at(one, closed)} nothing was served"
         for one in found[:4]
     ]  # fmt: skip
     more = "" if len(found) <= 4 else f"; {len(found) - 4} more loads below"
@@ -493,31 +496,10 @@ def _seconds(value: float) -> str:
 
 def remarks(rows: Sequence[Row]) -> list[str]:
     """Return remarks on the table: overload, refusals, guesses, break-even loads."""
+    from simulator.serving.study import limits_met
     from simulator.unmeasured import said_free
 
-    said = []
-    if over := [r for r in rows if r["overloaded"]]:
-        loads: dict[str, set[float]] = {}
-        for row in over:
-            loads.setdefault(row["policy"], set()).add(row["rate"])
-        said.append(
-            "overloaded, latencies grow with --requests: "
-            + "; ".join(
-                f"{policy} at {', '.join(f'{rate:.4g}' for rate in sorted(rates))}/s"
-                for policy, rates in loads.items()
-            )
-        )
-    if rejected := sum(r["rejected"] for r in rows):
-        said.append(
-            f"{counted(rejected, 'request')} too large for the KV cache or the token budget: "
-            "refused"
-        )
-    if preempted := sum(r["preemptions"] for r in rows):
-        said.append(
-            f"KV blocks ran out {counted(preempted, 'time')}: a request was pre-empted and "
-            "computed again"
-        )
-    said += guesses(rows)
+    said = [*limits_met(rows), *guesses(rows)]
     return said + said_free(what for r in rows for what in r["unpriced"]) + _break_even(rows)
 
 

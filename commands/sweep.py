@@ -188,11 +188,6 @@ def sweep(
         else:
             _searched(recording, table, policy, resamples, seed, jobs, json, out)
         return
-    if not ratios:
-        given = None if verify_ratio == 1 else verify_ratio
-        options.refuse({"--verify-ratio": given}, "no --c is given")
-    if alpha is None:
-        options.refuse({"--tilt": None if tilt == "coupled" else tilt}, "no --alpha is given")
     lengths = [int(g) for g in parse_axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
     contexts = [
         int(k) for k in parse_axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)

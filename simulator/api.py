@@ -7,11 +7,12 @@ command of the same question would print.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from policies.registry import PLAIN, is_bound
@@ -20,17 +21,20 @@ from simulator.recording import (
     Recording,
     check_carried,
     check_models,
+    imputed,
     load_latency,
     load_recording,
     observed_trace,
+    plain_trace,
 )
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.sources.found import own_source
 from traces.sources.registry import DRAFT_MODEL
+from traces.store import recordings
 from traces.store.identity import ROLES, model_in
-from traces.store.recordings import DEFAULT_TRACE, find_latency, find_trace
+from traces.store.recordings import Defaulted, find_latency, find_trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
     from simulator.serving.scenario import Mode
 
 Acceptance = str | Sequence[float]
+DEFAULT_TRACE = Defaulted(recordings.DEFAULT_TRACE)
+"""The default recording: its type tells that the caller named none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +57,8 @@ class Prediction:
         ``note``, ``outside`` (share of passes outside the measured cells), ``unpriced``,
         ``mismatches_accepted``, and ``gain`` over the policy in ``against``, with its interval.
     best:
-        The fastest policy with the target's own output; None if the table holds lower bounds.
+        The fastest policy with the target's own output, ``autoregressive`` if none is faster; None
+        if the table holds lower bounds.
     notes:
         Remarks on what the prediction leaves out or assumes.
     prefill:
@@ -87,13 +94,14 @@ class Served:
         A row for each load and policy, with the columns of ``draftsim serve`` (docs/formats.md).
     best:
         For each concurrency the policy with the highest throughput; for each request rate the one
-        with the lowest mean end-to-end latency; ``autoregressive`` if none is faster.
+        with the lowest mean end-to-end latency; ``autoregressive`` if none is faster, None if
+        nothing was served.
     notes:
         Remarks on what the simulation leaves out or assumes.
     """
 
     table: pd.DataFrame
-    best: Mapping[float | None, str]
+    best: Mapping[float | None, str | None]
     notes: tuple[str, ...] = ()
 
     def plot(self) -> Figure:
@@ -231,7 +239,7 @@ def predict(
     from simulator.whatif.ranking import winner
 
     notes: list[str] = []
-    asked = split_asked(policies)
+    asked = split_asked(_listed(policies))
     recording = _recording(trace, latency, source, notes, acceptance, one_stream=True)
     compared = compare(
         recording, recording.priced(), asked, recording.rule(verify), say=notes.append,
@@ -245,6 +253,8 @@ def predict(
     notes += said_free({what for row in rows for what in row["unpriced"]} - {"judging"})
     first = winner(overall)
     best = None if first is None else str(overall[first]["policy"])
+    if first is not None and overall[first]["speedup"] <= 1:
+        best = PLAIN
     return Prediction(pd.DataFrame(rows), best, tuple(notes), prefill)
 
 
@@ -307,13 +317,15 @@ def serve(
     """
     from simulator.serving import ClosedLoop, Scenario, sweep
     from simulator.serving.scenario import engine_limits
-    from simulator.serving.study import over_loads, shortfalls
+    from simulator.serving.study import limits_met, over_loads, shortfalls
     from simulator.targets import parse_targets
     from simulator.tune.gains import leaders
     from simulator.unmeasured import said_served
 
     notes: list[str] = []
-    recording = _recording(trace, latency, source, notes, acceptance)
+    policies = _listed(policies)
+    concurrency, rate = _axis("concurrency", concurrency, whole=True), _axis("rate", rate)
+    recording = _recording(trace, latency, source, notes, acceptance, plain=policies == [PLAIN])
     policies, rule = recording.alike(policies, verify, say=notes.append)
     measured = recording.latency
     closed = rate is None and arrivals is None
@@ -337,9 +349,9 @@ def serve(
         policies, recording.trace, table, mode, largest=largest, say=notes.append
     )
     rows = sweep(recording.trace, table, chosen, scenarios, rule=rule)
-    notes += said_served(rows)
+    notes += [*limits_met(rows), *said_served(rows)]
     best = {
-        one.load: one.policy if one.policy is not None and one.ratio > 1 else PLAIN
+        one.load: None if not one.served else one.policy if one.policy and one.ratio > 1 else PLAIN
         for one in leaders(rows)
     }
     return Served(pd.DataFrame(rows), best, tuple(notes))
@@ -406,7 +418,10 @@ def plan(
 
     targets = parse_targets(slo)
     notes: list[str] = []
-    recording = _recording(trace, latency, source, notes, acceptance, "a plan")
+    policies = _listed(policies)
+    recording = _recording(
+        trace, latency, source, notes, acceptance, "a plan", plain=policies == [PLAIN]
+    )
     policies, rule = recording.alike(policies, verify, say=notes.append)
     measured = recording.latency
     limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
@@ -493,17 +508,21 @@ def sweep(
     from traces.operators.devices import find_device
 
     notes: list[str] = []
-    by_ratio = bool(c) and latency is None and not gpus
+    ratios, rates = _axis("c", c) or (), _axis("alpha", alpha) or ()
+    lengths = _axis("gamma", gamma, whole=True) or ()
+    sizes = _axis("concurrency", concurrency, whole=True) or ()
+    contexts = _axis("context", context, whole=True)
+    devices = _listed(gpus) or []
+    by_ratio = bool(ratios) and latency is None and not devices
     recording = _recording(trace, latency, source, notes, acceptance, "a sweep", by_ratio=by_ratio)
-    sizes = list(concurrency)
-    tables = recording.swept(c, max(sizes, default=1))
-    if gpus:
+    tables = recording.swept(ratios, max(sizes, default=1))
+    if devices:
         check_carried(recording.source, recording.recordings)
-    names = tuple(find_device(name).name for name in gpus)
-    prices = Prices(tuple(c), tables, context or [None], verify_ratio, names)
-    chosen = swept_policies(policies, gamma, recording.trace, notes.append)
+    names = tuple(find_device(name).name for name in devices)
+    prices = Prices(ratios, tables, [None] if contexts is None else contexts, verify_ratio, names)
+    chosen = swept_policies(_listed(policies), lengths, recording.trace, notes.append)
     study = Sweep(
-        recording.trace, chosen, prices, alpha, sizes, method=tilt, resamples=resamples, seed=seed
+        recording.trace, chosen, prices, rates, sizes, method=tilt, resamples=resamples, seed=seed
     )
     frame = study.run(Local(jobs))
     fit, large = fitting(frame, prices, recording.trace)
@@ -515,17 +534,27 @@ def sweep(
 def _recording(
     trace: str | Trace, latency: str | LatencyTable | None, source: str | None, notes: list[str],
     acceptance: Acceptance | None = None, chooses: str | None = None, by_ratio: bool = False,
-    one_stream: bool = False,
+    one_stream: bool = False, plain: bool = False,
 ) -> Recording:  # fmt: skip
-    """Return the recording that the arguments of `predict` describe; `notes` gets its remarks."""
+    """Return the recording that the arguments of `predict` describe; `notes` gets its remarks.
+
+    If only plain decoding is asked for (`plain`) at named latencies, no recording is needed.
+    """
+    option = trace.option if isinstance(trace, Defaulted) else None
+    made_up = acceptance is not None
     if acceptance is not None:
+        if not isinstance(acceptance, str):
+            acceptance = _axis("acceptance", acceptance) or ()
         named = "object" if isinstance(trace, Trace) else trace
         trace, outputs = observed_trace(
-            acceptance, notes.append, named=None if named == DEFAULT_TRACE else named,
+            acceptance, notes.append, named=None if option else named,
             source=source, costs=latency is not None or by_ratio,
         )  # fmt: skip
+        option = None
     elif isinstance(trace, Trace):
-        return _given(trace, latency, source, by_ratio, notes)
+        return _given(trace, latency, source, by_ratio, notes, chooses)
+    elif plain and option and latency is not None:
+        (trace, outputs), option, made_up = plain_trace(), None, True
     else:
         outputs = find_trace(trace)
     if isinstance(latency, LatencyTable):
@@ -535,15 +564,15 @@ def _recording(
     else:
         tables = {latency or trace: load_latency(latency, trace, notes.append)}
     return load_recording(
-        trace, outputs, tables, source, given=latency is not None, chooses=chooses,
-        one=not by_ratio, one_stream=one_stream and acceptance is None,
-        observed=acceptance is not None, say=notes.append,
+        trace, outputs, tables, source, given=latency is not None, option=option, chooses=chooses,
+        one=not by_ratio, one_stream=one_stream and acceptance is None, observed=made_up,
+        say=notes.append,
     )  # fmt: skip
 
 
 def _given(
     trace: Trace, latency: str | LatencyTable | None, source: str | None, by_ratio: bool,
-    notes: list[str],
+    notes: list[str], chooses: str | None,
 ) -> Recording:  # fmt: skip
     """Return a recording made of a trace and latencies that were given as objects.
 
@@ -567,7 +596,29 @@ def _given(
             found.drafter(trace.drafter)
     models = {role: model_in(trace.meta, role) for role in ROLES}
     check_models("trace", models, tables, None, None, notes.append)
+    trace = imputed("trace", trace, chooses, notes.append)
     return Recording("trace", trace, trace, tables, models, "", None, {})
+
+
+def _listed(given: Any) -> list[Any] | None:
+    """Return the values of an argument in a list, those of numpy as Python's own; one alone counts.
+
+    None stays None.
+    """
+    if given is None:
+        return None
+    given = given.tolist() if isinstance(given, np.ndarray) else given
+    many = isinstance(given, Iterable) and not isinstance(given, str)
+    return [v.item() if isinstance(v, np.generic) else v for v in (given if many else [given])]
+
+
+def _axis(name: str, given: Any, whole: bool = False) -> list[Any] | None:
+    """Return the numbers of an axis (`_listed`); DraftsimError if one is no (`whole`) number."""
+    values = _listed(given)
+    for value in values or ():
+        if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value % 1):
+            raise DraftsimError(f"{name} holds {value!r}, expected {'whole ' * whole}numbers")
+    return values if values is None or not whole else [int(value) for value in values]
 
 
 def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:

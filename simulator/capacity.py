@@ -473,7 +473,7 @@ def plan_rows(
     * ``gpus``, ``tok_s_per_gpu``, ``cost_per_hour``, ``cost_per_million_tokens``: GPUs of the
       fleet, output tokens per second and GPU, and costs; costs are NaN without a price.
     """
-    plain = next((n for n, p in runner.policies.items() if isinstance(p, Autoregressive)), None)
+    plain = next((n for n, p in runner.policies.items() if type(p) is Autoregressive), None)
     others = None if plain is None else answers[plain].replicas
     rows = []
     for name, found in answers.items():

@@ -16,6 +16,7 @@ from policies.registry import (
     PLAIN,
     POLICIES,
     AnyPolicy,
+    capped,
     describe,
     lacks,
     parse_policy,
@@ -103,7 +104,8 @@ def load_policies(
     found = []
     for name, served in chosen.items():
         one = SingleStream(served) if isinstance(served, BatchPolicy) else served
-        if one is not served and limit is not None and file_of(one) and not one.longest_draft():
+        unbounded = type(served) not in POLICIES.values() and not one.longest_draft()
+        if one is not served and limit is not None and unbounded:
             one = Cut(one, limit)
         if latency is not None:
             one = informed(name, one, trace, latency, say)
@@ -132,42 +134,73 @@ def informed(
 
 
 def name_or_added(
-    text: str | Served, chosen: dict[str, Served], limit: int | None, say: Say
-) -> str | None:
+    text: str | Served, chosen: dict[str, Served], limit: int | None, say: Say,
+    ready: Callable[[str, Served], Served] = lambda _, policy: policy,
+) -> str | None:  # fmt: skip
     """Return the name of a shipped policy; None for others, which are added to `chosen`.
 
-    Those are objects, and classes in files: `say` is told if such a class is cut at `limit`.
-    Raises DraftsimError if `chosen` has a class of another file under its name.
+    Those are objects, each made `ready`, and classes in files.  Their longest drafts are lowered
+    to `limit` as those of names are (`capped`); `say` is told if a policy that sets none is cut.
+    Raises DraftsimError if `text` is neither, or `chosen` has a class of another file under its
+    name.
     """
-    if not isinstance(text, str):
-        if not repeats(text, chosen):
-            chosen[name_of(text, chosen)] = text
-        return None
-    if not is_file(text):
+    if isinstance(text, str) and not is_file(text):
         return text
-    try:
-        name, policy, cut = load_file(text, limit)
-    except ValueError as error:
-        raise DraftsimError(str(error)) from None
+    if isinstance(text, str):
+        own = exact_policy(text)
+        try:
+            name, policy, cut = load_file(own, limit)
+        except ValueError as error:
+            raise DraftsimError(str(error)) from None
+        name += text.strip().removeprefix(own)
+        check_file(text, name, policy, chosen)
+    else:
+        policy, cut = within(text, limit)
+        if repeats(policy, chosen):
+            return None
+        name = name_of(policy, chosen)
+        policy = Cut(policy, cut) if cut and isinstance(policy, DraftPolicy) else policy
+        policy = ready(name, policy)
     if cut is not None:
         say(said_cut(name, cut, "the recording's"))
-    if name in chosen and file_of(chosen[name]) != file_of(policy):
-        raise DraftsimError(f"{text}: another file's policy has the name {name}: rename the file")
     chosen[name] = policy
     return None
 
 
+def check_file(text: str, name: str, policy: Served, chosen: Mapping[str, Served]) -> None:
+    """Raise DraftsimError if `chosen` has a class of another file than `text` under its `name`."""
+    if name in chosen and file_of(chosen[name]) != file_of(policy):
+        raise DraftsimError(f"{text}: another file's policy has the name {name}: rename the file")
+
+
+def within(policy: Served, limit: int | None) -> tuple[Served, int | None]:
+    """Return an object's policy with its defaults lowered to `limit`, and the length to cut it at.
+
+    That is None if it sets a longest draft.  Raises DraftsimError if it is no policy.
+    """
+    if not isinstance(policy, DraftPolicy | BatchPolicy):
+        raise DraftsimError(
+            f"{policy!r} is no policy: give a name, or an object whose class is a DraftPolicy or "
+            "a BatchPolicy"
+        )
+    longest = policy.longest_draft()
+    if limit is None or (longest is not None and longest <= limit):
+        return policy, None
+    with suppress(AttributeError, TypeError, ValueError):  # a parameter kept in another form
+        policy = capped(policy, limit)
+    return policy, limit if policy.longest_draft() is None else None
+
+
 def repeats(policy: Served, chosen: Mapping[str, Served]) -> bool:
-    """Return True if `chosen` has the same shipped policy under the text form of `policy`.
+    """Return True if `chosen` has the same shipped policy, under whatever name.
 
     A cost or an estimator has no text form, so policies that hold one never repeat another.
     """
     if type(policy) not in POLICIES.values():
         return False
-    held = chosen.get(name := describe(policy))
-    # A name that was chosen before may have been lowered to the recorded draft length.
-    alike = held is not None and describe(held) == name
-    return alike and not any(vars(policy).get(own) for own in ("cost", "estimator"))
+    alike = (type(held) is type(policy) and describe(held) == describe(policy)
+             for held in chosen.values())  # fmt: skip
+    return any(alike) and not any(vars(policy).get(own) for own in ("cost", "estimator"))
 
 
 def name_of(policy: Served, taken: Collection[str]) -> str:
@@ -213,6 +246,12 @@ def swept_policies(
     """
     from simulator.whatif.sweep import expand, with_gammas
 
+    for one in texts or ():
+        if not isinstance(one, str):
+            raise DraftsimError(
+                f"a sweep takes policies by name, not {one!r}: name a class of your own as "
+                "FILE.py:Class"
+            )
     longest = min(LONGEST, trace.max_gamma or LONGEST)
     names = expand(texts or (f"fixed:gamma={{1..{longest}}}", "oracle"))
     if gammas:
@@ -227,12 +266,15 @@ def swept_policies(
 
 def is_unfitted(policy: object) -> TypeGuard[RateOptimal]:
     """Return True if this is the rate-optimal rule, and nothing is fitted to a recording."""
-    return isinstance(policy, RateOptimal) and policy.cost is None
+    return type(policy) is RateOptimal and policy.cost is None
 
 
 def is_default(policy: object) -> TypeGuard[RateOptimal]:
-    """Return True if this is the rate-optimal rule with its defaults, except its longest draft."""
-    if not isinstance(policy, RateOptimal):
+    """Return True if this is the rate-optimal rule with its defaults, except its longest draft.
+
+    A subclass is its user's own rule, which no shipped one may replace.
+    """
+    if type(policy) is not RateOptimal:
         return False
     settings = {k: p.default for k, p in parameters(RateOptimal).items() if k != "gamma_max"}
     return all(getattr(policy, key) == value for key, value in settings.items())
@@ -330,19 +372,17 @@ def load_serving_policies(
             return with_plain({**chosen, **rivals(longest_draft(trace))})
 
     def ready(name: str, policy: Served, say: Say = say) -> Served:
-        if isinstance(policy, RateOptimal):
+        if type(policy) is RateOptimal:
             return fitted_as_asked(name, policy, trace, latency)
         return informed(name, policy, trace, latency, say)
 
+    def as_given(name: str, policy: Served) -> Served:
+        # An object with parameters of its own is served as it is: its rate has its units.
+        own = type(policy) is RateOptimal and not is_default(policy)
+        return policy if own else ready(name, policy)
+
     for given in [*asked, *implied]:
-        if not isinstance(given, str):
-            if not repeats(given, chosen):
-                name = name_of(given, chosen)
-                # An object with parameters of its own is served as it is: its rate has its units.
-                own = isinstance(given, RateOptimal) and not is_default(given)
-                chosen[name] = given if own else ready(name, given)
-            continue
-        if (text := name_or_added(given, chosen, trace.max_gamma, say)) is None:
+        if (text := name_or_added(given, chosen, trace.max_gamma, say, as_given)) is None:
             continue
         try:
             made: Served = parse_serving_policy(exact_policy(text), max_gamma=trace.max_gamma)
@@ -418,5 +458,6 @@ def fitted(trace: Trace, latency: LatencyTable, longest: int | None = None) -> R
 
 def with_plain(chosen: dict[str, Served]) -> dict[str, Served]:
     """Return the policies with no speculation first, which speedups are over."""
-    plain = {n: p for n, p in chosen.items() if isinstance(p, Autoregressive)}
+    # A subclass may draft, so it is no baseline.
+    plain = {n: p for n, p in chosen.items() if type(p) is Autoregressive}
     return {**(plain or {PLAIN: Autoregressive()}), **chosen}

@@ -23,6 +23,7 @@ from simulator.chosen import (
     Say,
     Served,
     Text,
+    check_file,
     is_unfitted,
     load_policies,
     load_rule,
@@ -367,7 +368,7 @@ def compare(
         parts.append(lambda say: replay_methods(trace, say) if lossy else [])
     parts += [
         ranked, with_own_drafts,
-        lambda say: [replay_method(one, trace, latency, memory, say) for one in asked.ruled],
+        lambda say: replay_ruled(asked.ruled, trace, latency, memory, say),
     ]  # fmt: skip
     found = results_of(
         [partial(_heard, part) for part in parts], trace.tokens * len(SYSTEMS),
@@ -449,18 +450,26 @@ def load_method(
     return text, policy, load_rule(chosen.rule, memory if learns else None)
 
 
-def replay_method(
-    name: str, trace: Trace, latency: LatencyTable, memory: Path | None = None, say: Say = silent
-) -> RoundLog:
-    """Return the log of a method with the draft model, called what it was asked for by.
+def replay_ruled(
+    names: Iterable[str], trace: Trace, latency: LatencyTable, memory: Path | None = None,
+    say: Say = silent,
+) -> list[RoundLog]:  # fmt: skip
+    """Return the logs of methods with the draft model, called what they were asked for by.
 
-    The costs of `latency` are those that its policy weighs.
+    The costs of `latency` are those that their policies weigh.  Raises DraftsimError if classes of
+    two files have one name.
     """
-    text, policy, rule = load_method(name, trace, memory, say, latency)
-    if is_file(name) and (chosen := method_of(name)) is not None:
-        name = f"{text}+{chosen.rule}"  # without the folder
-    [log] = replay_many(trace, [(name, policy)], rule=rule)
-    return log
+    logs: list[RoundLog] = []
+    held: dict[str, Served] = {}
+    for name in names:
+        text, policy, rule = load_method(name, trace, memory, say, latency)
+        called = name
+        if is_file(name) and (chosen := method_of(name)) is not None:
+            check_file(name, text, policy, held)
+            held[text] = policy
+            called = f"{text}+{chosen.rule}"  # without the folder
+        logs += replay_many(trace, [(called, policy)], rule=rule)
+    return logs
 
 
 def replay_methods(trace: Trace, say: Say = silent) -> list[RoundLog]:

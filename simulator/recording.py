@@ -25,7 +25,14 @@ from traces.sources.found import engine_source, find_recordings, own_source
 from traces.sources.recording import Recordings
 from traces.sources.registry import DRAFT_MODEL, parse_source
 from traces.sources.replay import check_rule, check_same_layers
-from traces.store.identity import ROLES, engine_head, model_in, model_label, same_model
+from traces.store.identity import (
+    ROLES,
+    engine_head,
+    is_named_by_folder,
+    model_in,
+    model_label,
+    same_model,
+)
 from traces.store.operators import at_depths, in_graphs
 from traces.store.recordings import find_latency, find_trace, folder_of, models_of, pair_label
 
@@ -508,17 +515,23 @@ def check_models(
 ) -> None:  # fmt: skip
     """Refuse latencies of other models than a recording that the user did not name.
 
-    Where the user named both, a note says whose acceptance and whose costs are used.
+    Where the user named both, a note says whose acceptance and whose costs are used.  Latencies
+    that were recorded with the same trace fit, whatever an engine called their models.
     """
 
     pair = pair_label(known, {}) or "models it does not name"
     costs: list[str] = []
     for label, table in tables.items():
+        if _share_trace(name, label):
+            continue
         said = {role: model_in(table.meta, role) for role in ROLES}
         roles = ROLES[:1] if drafter is not None or engine_head(table.meta) else ROLES
-        differ = [role for role in roles if same_model(known[role], said[role]) is False]
+        same = {role: same_model(known[role], said[role]) for role in ROLES}
+        if is_named_by_folder(said):  # another name of the folder is no other model
+            same = {role: found or None for role, found in same.items()}
+        differ = [role for role in roles if same[role] is False]
         whose = " + ".join(filter(None, map(model_label, said.values())))
-        told = same_model(known["target"], said["target"]) is not None or table.is_constant
+        told = same["target"] is not None or table.is_constant
         if differ:
             other = f"{' and '.join(differ)} {'differ' if len(differ) > 1 else 'differs'}"
             if option is not None:
@@ -542,6 +555,16 @@ def check_models(
     if costs:
         whose = name.removeprefix("acceptance of ")
         say(f"acceptance of {whose} ({pair}) at the costs of {', '.join(costs)}")
+
+
+def _share_trace(name: str, label: str) -> bool:
+    """Return True if latencies and a recording, by name, are recorded with one trace."""
+    path = Path(label)
+    try:
+        folder = folder_of(path.parent if path.is_file() else label)
+        return folder is not None and folder == folder_of(name)
+    except FileError:
+        return False
 
 
 def _has_trace(label: str) -> bool:

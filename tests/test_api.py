@@ -5,13 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import draftsim
-from policies import DraftPolicy, Fixed, GammaTune, Oracle
-from policies.core import DraftToken
+from policies import Autoregressive, BatchPolicy, DraftPolicy, Fixed, GammaTune, Oracle, RateOptimal
+from policies.core import DraftToken, Load
 from policies.registry import is_bound
 from simulator.chosen import load_policies, load_serving_policies
 from simulator.serving import ClosedLoop, Devices, Scenario
@@ -20,7 +22,9 @@ from simulator.tune.search import Search
 from simulator.whatif.tuning import tuned_rows
 from tests.conftest import ROOT, Run
 from traces import LatencyTable, find_latency, find_trace, synthetic_trace
+from traces.importers.base import Options
 from traces.sources import find_drafted
+from traces.store.files import write_trace
 from traces.store.recordings import TRACE_VARIABLE
 
 SOME = ["fixed:gamma=3", "gammatune"]
@@ -41,6 +45,37 @@ class UpTo(DraftPolicy):
 
     def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
         return len(draft) < self.most
+
+
+class Endless(DraftPolicy):
+    """Drafts as long as it may."""
+
+    def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
+        return True
+
+
+class Batched(BatchPolicy):
+    """Drafts as long as it may, for whole batches."""
+
+    def plan(self, loads: Sequence[Load]) -> int:
+        return 100
+
+
+class OneToken(RateOptimal):
+    """Drafts one token, whatever the rate."""
+
+    def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
+        return not draft
+
+
+class Both(Autoregressive):
+    """Drafts two tokens."""
+
+    def longest_draft(self) -> int:
+        return 2
+
+    def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
+        return len(draft) < 2
 
 
 def test_it_imports_nothing_until_a_name_is_asked_for() -> None:
@@ -101,6 +136,19 @@ def test_predict_takes_objects() -> None:
         draftsim.predict(trace, latency, source="ngram")
 
 
+def test_a_subclass_of_a_shipped_policy_is_run_as_it_is() -> None:
+    given = [OneToken(), Both(), "fixed:gamma=1", "fixed:gamma=2"]
+    table = draftsim.predict("bundled", policies=given, resamples=20).table
+    served = draftsim.serve("bundled", policies=given, concurrency=[1], requests=20).table
+    assert list(served["policy"]) == ["autoregressive", "OneToken", "Both", *given[2:]]
+    for rows in (table, served):
+        accepted = rows.set_index("policy")["acceptance_rate"]
+        assert accepted["OneToken"] == accepted["fixed:gamma=1"]
+        assert accepted["Both"] == accepted["fixed:gamma=2"] != accepted["OneToken"]
+    planned = draftsim.plan("bundled", None, [Both()], rate=0.1, slo="ttft=100", requests=20)
+    assert list(planned.table["policy"]) == ["autoregressive", "Both"]
+
+
 def test_objects_of_one_class_are_told_apart() -> None:
     trace, latency = synthetic_trace(0.7, requests=4, tokens=30), LatencyTable.constant(1.0, 0.1)
     given = [UpTo(), UpTo(3), UpTo(4), UpTo(4)]
@@ -118,11 +166,31 @@ def test_an_object_that_repeats_a_name_is_no_second_row() -> None:
     assert [name for name, _ in load_policies(given, trace)] == names
     assert not is_bound(draftsim.predict(trace, latency, given, resamples=20).best)
     assert is_bound("oracle (2)")
-    # The name is lowered to the recorded length, the object drafts as far as it says.
+
+
+def test_objects_are_held_to_the_recorded_length_as_names_are() -> None:
+    latency = LatencyTable.constant(1.0, 0.1)
     short = synthetic_trace(0.7, requests=4, tokens=30, max_gamma=6, concentration=8.0)
-    served = load_serving_policies(["gammatune", GammaTune()], short, latency)
+    given = ["gammatune", GammaTune(), GammaTune(gamma_max=5), Endless(), Batched()]
+    said: list[str] = []
+    served = load_serving_policies(given, short, latency, say=said.append)
     longest = {name: policy.longest_draft() for name, policy in served.items()}
-    assert longest == {"autoregressive": 0, "gammatune": 6, "gammatune (2)": 24}
+    assert longest == {
+        "autoregressive": 0, "gammatune": 6, "gammatune:gamma_max=5": 5, "Endless": 6,
+        "Batched": None,
+    }  # fmt: skip
+    cut = [
+        f"{name} sets no longest draft: it is cut at length 6, the recording's longest (set an "
+        "attribute gamma_max, or define longest_draft())" for name in ("Endless", "Batched")
+    ]  # fmt: skip
+    assert said == cut
+    found = draftsim.predict(short, latency, [*given, "fixed:gamma=6"], resamples=20)
+    assert [note for note in found.notes if "cut at" in note] == cut
+    speedup = found.table.set_index("policy")["speedup"]
+    assert speedup["Endless"] == speedup["Batched"] == speedup["fixed:gamma=6"]
+    for wrong in (Fixed, None, 3):
+        with pytest.raises(draftsim.DraftsimError, match="is no policy: give a name, or an object"):
+            draftsim.predict(short, latency, [wrong])  # type: ignore[list-item]
 
 
 def test_predict_drafts_with_the_head_that_the_latencies_are_of() -> None:
@@ -168,13 +236,14 @@ def test_a_policy_that_finished_nothing_is_never_the_best(monkeypatch: pytest.Mo
     def rows(*given: Any, **options: Any) -> list[dict[str, Any]]:
         return [
             {"policy": name, "rate": rate, "concurrency": None, "latency_ratio": ratio,
-             "e2e_s": {"mean": 3 * ratio}, "extrapolated": 0, "unpriced": []}
+             "e2e_s": {"mean": 3 * ratio}, "extrapolated": 0, "unpriced": [],
+             "throughput_tok_s": 1 / ratio, "overloaded": False, "rejected": 0, "preemptions": 0}
             for rate, found in ((1.0, ratios), (2.0, nothing)) for name, ratio in found.items()
         ]  # fmt: skip
 
     monkeypatch.setattr("simulator.serving.sweep", rows)
     found = draftsim.serve(policies=["fixed:gamma=1"], rate=[1.0, 2.0])
-    assert found.best == {1.0: "c", 2.0: "autoregressive"}
+    assert found.best == {1.0: "c", 2.0: None}
 
 
 def test_plan_gives_the_fewest_replicas() -> None:
@@ -270,6 +339,11 @@ def loads(**given: Any) -> object:
         ("sweep --c 0.1 --batch 2", lambda: draftsim.sweep(c=[0.1], concurrency=[2])),
         ("sweep --c 0.1 --context 5", lambda: draftsim.sweep(c=[0.1], context=[5])),
         (f"sweep --trace {HEAD} --gpu h100", lambda: draftsim.sweep(HEAD, gpus=["h100"])),
+        ("sweep --verify-ratio 2", lambda: draftsim.sweep(verify_ratio=2)),
+        ("sweep --tilt iid", lambda: draftsim.sweep(tilt="iid")),
+        ("simulate --latency bundled", lambda: draftsim.predict(latency="bundled")),
+        ("serve --latency bundled --policy fixed:gamma=2 --batch 1",
+         lambda: draftsim.serve(latency="bundled", policies=["fixed:gamma=2"], concurrency=[1])),
         ("sweep --tune", lambda: tuned_rows(
             find_trace("bundled"), find_latency("bundled"), [], resamples=1, seed=0, jobs=1)),
         ("simulate --policy pld --verify csd",
@@ -296,6 +370,67 @@ def test_python_and_the_command_refuse_with_the_same_line(
     ran = run(*command.split())
     assert ran.code == 2
     assert ran.err.splitlines()[-1] == f"draftsim: {refused.value}"
+
+
+@pytest.mark.usefixtures("nothing_named")
+def test_plain_decoding_alone_needs_no_recording(run: Run) -> None:
+    found = draftsim.serve(latency="bundled", policies="autoregressive", concurrency=1, requests=20)
+    asked = ("--latency", "bundled", "--policy", "autoregressive", "--batch", "1")
+    rows = run("serve", *asked, "--requests", "20", "--json", "-").rows
+    assert rows[0]["throughput_tok_s"] == pytest.approx(found.table["throughput_tok_s"][0])
+
+
+def test_arguments_may_be_of_any_kind_of_sequence() -> None:
+    few = {"policies": "fixed:gamma=1", "resamples": 0, "jobs": 1}
+    listed = draftsim.sweep("bundled", c=[0.1, 0.2], alpha=[0.5], gamma=[], **few).table
+    arrays = draftsim.sweep("bundled", c=np.array([0.1, 0.2]), alpha=np.array(0.5), **few).table
+    assert arrays.equals(listed)
+    fixed = {**few, "policies": (name for name in ["fixed"])}
+    lengths = draftsim.sweep("bundled", gamma=np.array([1, 2]), context=np.array([50.0]), **fixed)
+    assert list(lengths.table["policy"]) == ["fixed:gamma=1", "fixed:gamma=2"]
+    served = draftsim.serve(
+        "bundled", policies="gammatune", concurrency=np.array([1, 2]), requests=20
+    )
+    assert list(served.best) == [1, 2]
+    asked = (name for name in SOME)
+    predicted = draftsim.predict("bundled", policies=asked, resamples=20).table
+    assert list(predicted["policy"]) == ["autoregressive", *SOME, "fixed:gamma=2"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: draftsim.serve(rate=[]), "rate is empty"),
+        (lambda: draftsim.serve(concurrency=[]), "concurrency is empty"),
+        (lambda: draftsim.serve(concurrency=[2.5]), "concurrency holds 2.5, expected whole"),
+        (lambda: draftsim.sweep(context=[]), "context is empty"),
+        (lambda: draftsim.sweep(c=["0.1"]), "c holds '0.1', expected numbers"),
+        (lambda: draftsim.sweep(c=[0.1], seed=-1), "seed is -1, expected >= 0"),
+        (lambda: draftsim.sweep(policies=[Fixed(3)]), "a sweep takes policies by name"),
+    ],
+)
+def test_impossible_arguments_are_told(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(draftsim.DraftsimError, match=message):
+        call()
+
+
+def test_nothing_faster_than_plain_decoding_makes_it_the_best() -> None:
+    found = draftsim.predict(
+        acceptance=[0.0], latency=CONST, policies=["fixed:gamma=1"], resamples=20
+    )
+    assert (found.table["speedup"][1:] < 1).all()
+    assert found.best == "autoregressive"
+
+
+def test_a_log_is_imputed_as_an_object_as_it_is_as_a_file(tmp_path: Path) -> None:
+    log = tmp_path / "rounds.csv"
+    log.write_text("request,drafted,accepted\n" + "0,3,1\n0,3,3\n1,3,2\n1,3,0\n" * 5)
+    trace = draftsim.import_log("rounds", [log], Options())
+    write_trace(trace, tmp_path / "rounds.parquet")
+    given = draftsim.predict(trace, CONST, SOME, resamples=20)
+    named = draftsim.predict(str(tmp_path / "rounds.parquet"), CONST, SOME, resamples=20)
+    assert given.table.equals(named.table)
+    assert any("longer ones are extrapolated" in note for note in given.notes)
 
 
 def test_methods_with_one_rule_in_common_are_served_by_it(run: Run) -> None:

@@ -118,6 +118,10 @@ def test_a_policy_of_ones_own(synthetic_run: Path, tmp_path: Path, run: Run) -> 
     # A policy that holds another one has its own name.
     assert run(*command, f"{file}:Wrapped").rows[1]["policy"] == "mine.py:Wrapped"
     assert rows[1]["against"] == rows[2]["policy"]
+    for verb in ("simulate", "serve"):
+        again = run(verb, *command[1:], f"{file}:Careful:threshold=0.25+exact").rows
+        assert again[1]["policy"] == "mine.py:Careful:threshold=0.25+exact"
+        assert again[1]["verify"] == "exact"
     for text, message in (
         (f"{file}:Carefull", "has no class 'Carefull'"),
         (f"{file}:Other", "no DraftPolicy"),
@@ -168,17 +172,17 @@ def test_a_cut_policy_begins_runs_and_requests_as_it_would_uncut(
         assert any(cut.get(key) for key in same)
 
 
-def test_two_files_with_one_name_are_not_taken_for_one(
-    synthetic_run: Path, tmp_path: Path, run: Run
-) -> None:
-    texts = []
+def test_two_files_with_one_name_are_not_taken_for_one(tmp_path: Path, run: Run) -> None:
+    files = []
     for folder, gamma in (("a", 2), ("b", 5)):
         (tmp_path / folder).mkdir()
         file = tmp_path / folder / "mine.py"
         file.write_text(OWN.replace("gamma: int = 8", f"gamma: int = {gamma}"))
-        texts += ["--policy", f"{file}:Careful"]
-    for command in ("simulate", "serve"):
-        ran = run(command, "--trace", synthetic_run, *texts)
+        files.append(file)
+    for command, rule in (("simulate", ""), ("serve", ""), ("simulate", "+rejection-sampling"),
+                          ("simulate", "+lossy-global")):  # fmt: skip
+        texts = [part for file in files for part in ("--policy", f"{file}:Careful{rule}")]
+        ran = run(command, "--trace", "bundled", *texts)
         assert "another file's policy has the name mine.py:Careful" in ran.refusal
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+import draftsim
 from commands.common.drafted import load_recording
 from commands.simulate.table import headline
 from simulator.whatif.ranking import winner
@@ -21,7 +22,13 @@ from traces.latency.table import LatencyTable
 from traces.sources import find_drafted
 from traces.store.files import write_latency, write_trace
 from traces.store.identity import engine_head, model_in, same_model
-from traces.store.recordings import DEFAULT_TRACE, PAPERS_TRACE, find_latency, find_trace
+from traces.store.recordings import (
+    BUNDLED,
+    DEFAULT_TRACE,
+    PAPERS_TRACE,
+    find_latency,
+    find_trace,
+)
 
 EAGLE3, DRAFT, ONE = "smollm2-vllm-eagle3-cpu", "smollm2-vllm-draft-cpu", "smollm2-cpu"
 HEAD = "eagle:model=smollm2-eagle3"
@@ -143,6 +150,19 @@ def test_other_models_latencies_are_refused_without_a_recording(
     nameless = run(*command, "--latency", calibrated)
     assert "does not name its models" in nameless.refusal
     assert f"{option} RUN" in nameless.err
+
+
+@pytest.mark.usefixtures("nothing_named")
+@pytest.mark.parametrize("named", [(), ("--trace", DEFAULT_TRACE)])
+def test_a_recordings_own_latencies_are_of_its_models(named: tuple[str, ...], run: Run) -> None:
+    own = run("simulate", *named, *QUICK, "--json", "-").rows
+    for latency in (DEFAULT_TRACE, BUNDLED / DEFAULT_TRACE):
+        ran = run("simulate", *named, "--latency", latency, *QUICK, "--json", "-")
+        assert ran.rows == own
+        assert "acceptance of" not in ran.err
+    # The engine called both models by their folder, which tells nothing of an object.
+    given = draftsim.predict(find_trace(DEFAULT_TRACE), find_latency(DEFAULT_TRACE), ["fixed"])
+    assert "at the costs of latency, which does not name its models" in given.notes[0]
 
 
 @pytest.mark.usefixtures("nothing_named")

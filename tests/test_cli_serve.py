@@ -208,7 +208,8 @@ def test_the_first_sentence_has_an_interval_over_prompts(serve: Serve) -> None:
 def test_the_sentence_says_where_nothing_is_faster_and_how_many_loads_there_are() -> None:
     def told(speeds: dict[int, float]) -> str:
         rows = [
-            {"policy": name, "concurrency": batch, "rate": None, "speedup": speedup}
+            {"policy": name, "concurrency": batch, "rate": None, "speedup": speedup,
+             "throughput_tok_s": 10 * speedup}
             for batch, own in speeds.items() for name, speedup in ((PLAIN, 1.0), ("svip", own))
         ]  # fmt: skip
         return headline(rows, lambda leader: (leader.ratio - 0.1, leader.ratio + 0.1))
@@ -221,9 +222,22 @@ def test_the_sentence_says_where_nothing_is_faster_and_how_many_loads_there_are(
         "no policy is faster than no speculation at any of these loads; the closest is at 1 "
         "request svip 0.900x (0.800 to 1.00) in tokens/s."
     )
-    plain = {"policy": PLAIN, "concurrency": 1, "rate": None, "speedup": 1.0}
+    plain = {"policy": PLAIN, "concurrency": 1, "rate": None, "speedup": 1.0,
+             "throughput_tok_s": 10.0}  # fmt: skip
     assert headline([plain], lambda _: None).startswith("only no speculation was served")
     assert told(dict.fromkeys((1, 2, 4, 8, 16, 32), 1.2)).endswith("; 2 more loads below.")
+
+
+def test_a_load_that_no_request_fits_has_no_fastest_policy(run: Run) -> None:
+    load = ("--batch", "4", "--requests", "40", "--kv-blocks", "1")
+    ran = run("serve", "--trace", "bundled", "--policy", "fixed:gamma=2", *load).ok()
+    assert "nothing was served at any of these loads." in " ".join((ran.out + ran.err).split())
+    found = draftsim.serve(
+        "bundled", policies=["fixed:gamma=2"], concurrency=[4], requests=40, num_gpu_blocks=1
+    )
+    assert found.best == {4: None}
+    [said] = [note for note in found.notes if note.endswith("refused")]
+    assert said in ran.err
 
 
 def test_one_prompt_has_no_interval_over_prompts(tmp_path: Path, run: Run) -> None:

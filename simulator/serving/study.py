@@ -31,6 +31,7 @@ from simulator.serving.run import Policy, check_mode, simulate
 from simulator.serving.scenario import FILLS, Scenario
 from simulator.serving.scheduler import Limits
 from traces.acceptance.trace import Trace
+from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 
@@ -185,6 +186,9 @@ def over_loads(
         raise DraftsimError(
             "batch sizes (--batch) keep the engine full: drop them, or --rate and --arrivals"
         )
+    for name, given in (("concurrency", concurrency), ("rate", rate)):
+        if given is not None and not len(given):
+            raise DraftsimError(f"{name} is empty: give at least one number")
     if scale is not None and (arrivals is None or rate is not None):
         raise DraftsimError("--scale speeds up a file of arrivals: give --arrivals, and no --rate")
     if rate is not None:
@@ -220,6 +224,34 @@ def shortfalls(scenarios: Sequence[Scenario]) -> list[str]:
     return said
 
 
+def limits_met(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return lines on rows with overload, with refused requests, and with pre-empted ones."""
+    said = []
+    loads: dict[str, set[float]] = {}
+    for row in rows:
+        if row["overloaded"]:
+            loads.setdefault(row["policy"], set()).add(row["rate"])
+    if loads:
+        said.append(
+            "overloaded, latencies grow with --requests: "
+            + "; ".join(
+                f"{policy} at {', '.join(f'{rate:.4g}' for rate in sorted(rates))}/s"
+                for policy, rates in loads.items()
+            )
+        )
+    if rejected := sum(row["rejected"] for row in rows):
+        said.append(
+            f"{counted(rejected, 'request')} too large for the KV cache or the token budget: "
+            "refused"
+        )
+    if preempted := sum(row["preemptions"] for row in rows):
+        said.append(
+            f"KV blocks ran out {counted(preempted, 'time')}: a request was pre-empted and "
+            "computed again"
+        )
+    return said
+
+
 def sweep(
     trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy],
     scenarios: Sequence[Scenario], *, rule: VerifyRule | None = None,
@@ -251,7 +283,7 @@ def sweep(
         for policy in policies.values():
             check_mode(trace, latency, policy, scenario, rule)
     rows = [] if rows is None else rows
-    plain = {name for name, policy in policies.items() if isinstance(policy, Autoregressive)}
+    plain = {name for name, policy in policies.items() if type(policy) is Autoregressive}
     here = executor is None
     runner = ServingRunner(
         trace, latency, policies, scenarios, rule, advance if here else _ignored,

@@ -243,6 +243,8 @@ class Leader(NamedTuple):
     """None if nothing drafts."""
     ratio: float
     """Speed over no speculation."""
+    served: bool
+    """False if no policy produced a token."""
 
 
 def leaders(rows: Sequence[Row]) -> list[Leader]:
@@ -259,7 +261,8 @@ def leaders(rows: Sequence[Row]) -> list[Leader]:
             if row["policy"] not in UNDRAFTED and not is_bound(row["policy"])
         ]  # fmt: skip
         ratio, policy = max(drafting, key=lambda pair: pair[0], default=(0.0, None))
-        found.append(Leader(load, at[0], policy, ratio))
+        served = any(rows[i]["throughput_tok_s"] > 0 for i in at)
+        found.append(Leader(load, at[0], policy, ratio, served))
     return found
 
 

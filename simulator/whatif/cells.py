@@ -329,6 +329,10 @@ class Prices:
                 raise DraftsimError(f"cost ratio c is {c}, expected a finite number >= 0")
         if not 0 < self.verify < np.inf:
             raise DraftsimError(f"--verify-ratio is {self.verify}, expected > 0 target passes")
+        if self.verify != 1 and not len(self.ratios):
+            raise DraftsimError("no --c is given: drop --verify-ratio")
+        if not len(self.contexts):
+            raise DraftsimError("context is empty: give at least one number")
         contexts = [k for k in self.contexts if k is not None]
         if contexts and not self.latencies:
             raise DraftsimError("--context needs a latency table: give --latency")

@@ -112,7 +112,7 @@ def ladder(
         table[f"lost_{part}"] = table[f"time_{part}"] - best[f"time_{part}"]
     # Plain decoding comes first, and what never drafts is plain decoding again.
     again = [
-        isinstance(p, Autoregressive) or (isinstance(p, Fixed) and not p.gamma)
+        type(p) is Autoregressive or (isinstance(p, Fixed) and not p.gamma)
         for _, p in rungs.values()
     ]
     table = table[~np.array([False, *again])]

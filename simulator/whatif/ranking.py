@@ -264,7 +264,9 @@ def predicted_fastest(
     """
     real = {
         name: policy for name, policy in named(chosen)
-        if not isinstance(policy, Autoregressive | Oracle) and not is_unfitted(policy)
+        if not (
+            type(policy) is Autoregressive or isinstance(policy, Oracle) or is_unfitted(policy)
+        )
     }  # fmt: skip
     real |= fixed_lengths(longest)
     best = fastest(replayed(list(real.items())), latency)

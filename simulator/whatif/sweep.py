@@ -118,6 +118,10 @@ class Sweep:
             raise DraftsimError(f"batches are {list(batches)}, expected at least 1 each")
         if resamples < 0:
             raise DraftsimError(f"resamples is {resamples}, expected >= 0")
+        if seed < 0:
+            raise DraftsimError(f"seed is {seed}, expected >= 0")
+        if method != "coupled" and not alphas:
+            raise DraftsimError("no --alpha is given: drop --tilt")
         for alpha in alphas:
             if not 0 < alpha < 1:
                 raise DraftsimError(f"alpha is {alpha:g}, expected strictly between 0 and 1")

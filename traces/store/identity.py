@@ -70,6 +70,13 @@ def same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool | None:
     return bool(mine & theirs) if mine and theirs else None
 
 
+def is_named_by_folder(models: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return True if all that is known of target and draft model is the folder that holds both."""
+    target, draft = (models[role] for role in ROLES)
+    known = any(model.get(key) for model in (target, draft) for key in ("fingerprint", *SHAPE))
+    return not known and bool(names_of(target) & names_of(draft))
+
+
 def engine_head(meta: Mapping[str, Any]) -> str | None:
     """Return the drafting head that an engine ran while it was measured, by name; None without."""
     engine = meta.get("engine")
