@@ -374,7 +374,7 @@ def _speedups(
     for context in _contexts(trace, latency):
         requests = [replace(r, prompt_length=context, prompt_ids=None) for r in trace.requests]
         found.append(sweep(replace(trace, requests=requests), latency, policies, small, rule=rule))
-    drafting = [n for n, p in policies.items() if not isinstance(p, Autoregressive)]
+    drafting = [n for n, p in policies.items() if type(p) is not Autoregressive]
     grids = {name: np.full((len(batches), len(found)), np.nan) for name in drafting}
     for j, column in enumerate(found):
         for row in column:
