@@ -94,6 +94,16 @@ def test_goodput_counts_requests_within_both_targets():
     assert loose.row()["within_targets"] == 1
 
 
+@pytest.mark.parametrize("arrivals", [ClosedLoop(16), Poisson(8.0)])
+def test_goodput_leaves_out_the_drain_as_throughput_does(arrivals):
+    scenario = Scenario(arrivals, Limits(max_batch=16), requests=160)
+    row = simulate(SMALL, CONSTANT, Fixed(3), scenario).row()
+    # Every output has 40 tokens, and no target is missed.
+    assert row["goodput_req_s"] == pytest.approx(row["throughput_tok_s"] / 40)
+    if arrivals.concurrency:  # Little's law
+        assert row["goodput_req_s"] == pytest.approx(16 / row["e2e_s"]["mean"], rel=0.03)
+
+
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=200))
 def test_histogram_quantiles_are_within_a_bin(values):
     histogram = Histogram()
