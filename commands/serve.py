@@ -41,6 +41,7 @@ NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 MEAN = "(mean end-to-end latency)"
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
 """Latencies in the printed table, each with its statistic."""
+ONLY_PLAIN = "only no speculation was served: name a policy to compare it with."
 Row = Mapping[str, Any]
 
 
@@ -407,7 +408,7 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> 
         return f"{one.policy} {three_digits(one.ratio)}x{within}"
 
     if all(one.policy is None for one in found):
-        return "only no speculation was served: name a policy to compare it with."
+        return ONLY_PLAIN
     if all(one.ratio <= 1 for one in found):
         best = max(found, key=lambda one: one.ratio)
         if not best.ratio:
