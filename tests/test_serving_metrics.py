@@ -16,6 +16,7 @@ from simulator.serving.outcome.metrics import Histogram, Series
 from simulator.serving.outcome.report import t_interval
 from simulator.serving.outcome.results import flat
 from tests.serving import CONSTANT, GRID, SMALL, little_error
+from traces.acceptance.synthetic import trace_by_position
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 
@@ -210,6 +211,15 @@ def test_requests_cut_off_too_late_for_the_targets_have_missed_them(mode, by_ite
             "look-ahead",
         ),
         (lambda: simulate(SMALL, CONSTANT, Oracle(), Scenario(Poisson(1))), "lookahead"),
+        (
+            lambda: simulate(
+                trace_by_position((0.6, 0.4)),
+                CONSTANT,
+                Fixed(1),
+                Scenario(ClosedLoop(1), mode="dsi"),
+            ),
+            "longer drafts",
+        ),
     ],
 )
 def test_impossible_values_are_refused(make, message):
