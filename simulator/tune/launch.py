@@ -224,9 +224,10 @@ def check_drafter(engine: str, recording: Recording) -> None:
 
 
 def named_models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:
-    """Return the names of the target and the drafter: those recorded, if `latency` is of them.
+    """Return the names of the target and the drafter.
 
-    Of others, the settings are for the models that were priced.
+    They are those recorded if `latency` is of these models, else those of the models that it
+    prices: the settings are for them.
     """
     trace, engine = recording.trace, latency.meta.get("engine") or {}
     priced = {role: model_in(latency.meta, role) for role in ROLES}
