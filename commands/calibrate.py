@@ -358,6 +358,7 @@ def recommend(
     from simulator.aggregate.advice import choices, concurrencies, next_runs
     from simulator.aggregate.benches import read_benches, with_acceptance
     from simulator.tune.launch import TARGET, NamedDrafter, launch_line, setting
+    from simulator.tune.settings import about_batches
 
     if not bench:
         if metrics:
@@ -415,7 +416,7 @@ def recommend(
         print_table([shown_choice(row) for row in rows])
 
     emit("recommend", [row.row for row in rows], json, more=more, printed=printed)
-    for text in _remarks_on(server, rows, suggestions):
+    for text in [*_remarks_on(server, rows, suggestions), *about_batches(batches)]:
         note(text)
     one_length = engine in ("sglang", "llamacpp", "hf")
     if one_length and len({(row.k, row.p_min) for row in rows}) > 1:

@@ -22,6 +22,7 @@ from commands.common.output import (
 )
 from commands.common.progress import working
 from commands.common.written import Shown
+from commands.serve import ONLY_PLAIN
 from policies.registry import is_bound
 from traces.digits import counted
 from traces.store.writing import only_writer
@@ -163,6 +164,8 @@ def headline(rows: Sequence[Row]) -> str:
     span = "" if low is None else f" ({_span(low, high)})"
     name = "no speculation" if best["policy"] == "autoregressive" else best["policy"]
     words = f"{load} take {_replicas(best['replicas'])}{span} with {name}"
+    if all(row["policy"] == "autoregressive" or is_bound(row["policy"]) for row in rows):
+        return f"{words}; {ONLY_PLAIN}"
     if best["policy"] == "autoregressive":
         return f"{words}; no policy takes fewer."
     plain = next((row for row in rows if row["policy"] == "autoregressive"), None)
@@ -193,13 +196,13 @@ def remarks(rows: Sequence[Row]) -> list[str]:
 
     first = rows[0]
     targets = Targets(first["ttft_target_s"], first["tpot_target_s"])
+    plain = next((r for r in rows if r["policy"] == "autoregressive"), None)
+    against = [] if plain is None else [r for r in rows if r is not plain]
     said = [
         f"{first['rate']:.4g} requests/s, {first['share']:.0%} of them within {targets}, "
-        f"router {first['router']}:"
+        f"router {first['router']}{':' if against else ''}"
     ]
-    plain = next((r for r in rows if r["policy"] == "autoregressive"), None)
-    if plain is not None:
-        said += [f"  {_compared(row, plain)}" for row in rows if row is not plain]
+    said += [f"  {_compared(row, plain)}" for row in against if plain is not None]
     said += [f"{row['policy']}: {_why_none(row)}" for row in rows if row["replicas"] is None]
     said += [
         f"{row['policy']}: too few requests to judge ({row['too_short']}): raise --requests"

@@ -41,6 +41,7 @@ NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 MEAN = "(mean end-to-end latency)"
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
 """Latencies in the printed table, each with its statistic."""
+ONLY_PLAIN = "only no speculation was served: name a policy to compare it with."
 Row = Mapping[str, Any]
 
 
@@ -261,6 +262,8 @@ def serve(
     def printed() -> None:
         with working("serving resampled prompts, for intervals", alone=True):
             said = headline(rows, interval)
+        if math.isfinite(min(ttft_s, tpot_s)):
+            said += within_slo(rows)
         note(f"{recording.said}: {said}")
         print_table(shown(rows))
         if measured:
@@ -407,30 +410,51 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> 
     if not any(one.served for one in found):
         return "nothing was served at any of these loads."
     if all(one.policy is None for one in found):
-        return "only no speculation was served: name a policy to compare it with."
+        return ONLY_PLAIN
     if all(one.served and one.ratio <= 1 for one in found):
         best = max(found, key=lambda one: one.ratio)
         if not best.ratio:
             return "no policy is faster than no speculation at any of these loads."
         return (
             "no policy is faster than no speculation at any of these loads; the closest is "
-            f"{_at(best, closed)} {told(best)} in {unit}."
+            f"{_at(best.load, closed)} {told(best)} in {unit}."
         )
     shown = [
-        f"{_at(one, closed)} {told(one)}" if one.ratio > 1
-        else f"{_at(one, closed)} no policy is faster" + (f", {told(one)}" if one.ratio else "")
-        if one.served else f"{_at(one, closed)} nothing was served"
-        for one in found[:4]
+        f"{at} {told(one)}" if one.ratio > 1
+        else f"{at} no policy is faster" + (f", {told(one)}" if one.ratio else "")
+        if one.served else f"{at} nothing was served"
+        for one in found[:4] for at in [_at(one.load, closed)]
     ]  # fmt: skip
     more = "" if len(found) <= 4 else f"; {len(found) - 4} more loads below"
     return f"{unit} over no speculation: {'; '.join(shown)}{more}."
 
 
-def _at(one: Leader, closed: bool) -> str:
-    if one.load is None:
+def within_slo(rows: Sequence[Row]) -> str:
+    """Return which serves more within the SLO at each load, in one sentence after a space.
+
+    Empty if there is nothing to compare.
+    """
+    from simulator.tune.gains import goodputs, is_closed
+
+    found, closed = goodputs(rows), is_closed(rows)
+    said = []
+    for load, pair in [*found.items()][:4]:
+        (_, plain), (name, own) = pair.items()
+        more = three_digits(own) != three_digits(plain) and own > plain
+        answer = f"{name} serves more" if more else "no policy serves more"
+        said.append(
+            f"{_at(load, closed)} {answer} ({name} {three_digits(own)}, no speculation "
+            f"{three_digits(plain)} requests/s)"
+        )
+    more_loads = "" if len(found) <= 4 else f"; {len(found) - 4} more loads below"
+    return f" Within the SLO {'; '.join(said)}{more_loads}." if said else ""
+
+
+def _at(load: float | None, closed: bool) -> str:
+    if load is None:
         return "at these arrivals"
     names = "requests" if closed else "requests/s"
-    return f"at {one.load:.4g} {names[:-1] if closed and one.load == 1 else names}"
+    return f"at {load:.4g} {names[:-1] if closed and load == 1 else names}"
 
 
 def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:

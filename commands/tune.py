@@ -260,7 +260,8 @@ def _captured(engine: str, tuned: Tuned, table: LatencyTable) -> list[int]:
         before_s = table.seconds("target", "forward", **at).item()
         said = f"at batch {batch} a verification of {batch * width} tokens is then not padded"
         said += f" to {most * batch * width:.0f}"
-        if "composed" in table.meta:
+        # What was carried over to another device is not known in other graphs.
+        if "composed" in table.meta and not table.meta.get("scaled"):
             after = in_graphs(table, graphs, batch).seconds("target", "forward", **at).item()
             said += f" ({after / before_s - 1:+.1%} of its time)"
     remark(f"capture multiples of K + 1 (--cudagraph-capture-sizes in the launch line): {said}")

@@ -605,8 +605,17 @@ def short_name(name: str, table: LatencyTable) -> str:
 
 
 def device_of(table: LatencyTable) -> str:
-    """Return the device of latencies; empty for constants, and if it is not known."""
-    return "" if table.is_constant else str(table.meta.get("device") or "")
+    """Return the device of latencies, and the weights there if they were carried over.
+
+    Empty for constants, and if it is not known.
+    """
+    device = "" if table.is_constant else str(table.meta.get("device") or "")
+    note = table.meta.get("scaled")
+    if not isinstance(note, Mapping):
+        return device
+    return ", ".join([
+        f"scaled to {device}", *(f"{role} in {form}" for role, form in note["weights"].items())
+    ])  # fmt: skip
 
 
 def in_brackets(*parts: str) -> str:

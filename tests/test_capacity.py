@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commands.capacity import remarks, shown
+from commands.capacity import headline, remarks, shown
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.capacity import (
     Point,
@@ -417,6 +417,10 @@ def test_the_command_answers_in_words_and_rows(
     assert "saves" in ran.out  # the heading takes several lines
     assert out.exists()
     assert not (tmp_path / "plan.csv.jsonl").exists()
+
+    assert "no policy" not in headline(rows[:1])
+    assert headline(rows[:1]).endswith("name a policy to compare it with.")
+    assert not remarks(rows[:1])[0].endswith(":")
 
 
 @pytest.mark.parametrize(

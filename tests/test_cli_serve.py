@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import draftsim
-from commands.serve import guesses, headline, kept
+from commands.serve import guesses, headline, kept, within_slo
 from policies.batch.base import BatchPolicy, SingleStream
 from simulator.chosen import PLAIN, every_policy, fitted, load_policies, load_serving_policies
 from simulator.serving import ClosedLoop, Scenario, read_results
@@ -238,6 +238,26 @@ def test_a_load_that_no_request_fits_has_no_fastest_policy(run: Run) -> None:
     assert found.best == {4: None}
     [said] = [note for note in found.notes if note.endswith("refused")]
     assert said in ran.err
+
+
+def test_with_targets_the_first_sentences_say_which_serves_more_within_them(serve: Serve) -> None:
+    def row(rate: float, policy: str, goodput: float) -> dict[str, Any]:
+        return {"policy": policy, "concurrency": None, "rate": rate, "goodput_req_s": goodput}
+
+    pairs = {0.1: (0.1, 0.1), 0.4: (0.35, 0.34), 0.8: (0.0, 0.2)}
+    rows = [
+        row(rate, name, goodput) for rate, own in pairs.items()
+        for name, goodput in zip((PLAIN, "svip"), own, strict=True)
+    ]  # fmt: skip
+    assert within_slo([*rows, row(0.4, "oracle", 1.0)]) == (
+        " Within the SLO at 0.1 requests/s no policy serves more (svip 0.100, no speculation 0.100 "
+        "requests/s); at 0.4 requests/s no policy serves more (svip 0.340, no speculation 0.350 "
+        "requests/s); at 0.8 requests/s svip serves more (svip 0.200, no speculation 0.000 "
+        "requests/s)."
+    )
+    load = ("--rate", 2, "--requests", 24, *PAIR)
+    assert "Within the SLO at 2" in " ".join(serve(*load, "--slo", "ttft=9s,tpot=1s").err.split())
+    assert "Within the SLO" not in serve(*load).err
 
 
 def test_one_prompt_has_no_interval_over_prompts(tmp_path: Path, run: Run) -> None:

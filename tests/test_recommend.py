@@ -78,6 +78,11 @@ def test_a_folder_of_runs_gives_a_setting_that_vllm_takes(tmp_path: Path, run: R
     check_settings("vllm", {k: v for k, v in setting.items() if k not in ("method", "model")})
     assert json.loads(out.read_text()).items() <= setting.items()
     assert any("measure next: " in line for line in lines)
+    apart, close = (
+        run("recommend", "--bench", folder, "--batch", b).ok().err for b in ("1,8", "4,8")
+    )
+    assert "no batch between 1 and 8 was searched" in apart
+    assert "was searched" not in close
 
 
 @pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm", "llamacpp", "hf"])

@@ -16,6 +16,7 @@ from simulator.serving.outcome.metrics import Histogram, Series
 from simulator.serving.outcome.report import t_interval
 from simulator.serving.outcome.results import flat
 from tests.serving import CONSTANT, GRID, SMALL, little_error
+from traces.acceptance.synthetic import trace_by_position
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 
@@ -92,6 +93,16 @@ def test_goodput_counts_requests_within_both_targets():
     both = ((frame["ttft_s"] <= ttft) & (frame["tpot_s"] <= tpot)).mean()
     assert tight["within_targets"] == pytest.approx(both)
     assert loose.row()["within_targets"] == 1
+
+
+@pytest.mark.parametrize("arrivals", [ClosedLoop(16), Poisson(8.0)])
+def test_goodput_leaves_out_the_drain_as_throughput_does(arrivals):
+    scenario = Scenario(arrivals, Limits(max_batch=16), requests=160)
+    row = simulate(SMALL, CONSTANT, Fixed(3), scenario).row()
+    # Every output has 40 tokens, and no target is missed.
+    assert row["goodput_req_s"] == pytest.approx(row["throughput_tok_s"] / 40)
+    if arrivals.concurrency:  # Little's law
+        assert row["goodput_req_s"] == pytest.approx(16 / row["e2e_s"]["mean"], rel=0.03)
 
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=200))
@@ -200,6 +211,15 @@ def test_requests_cut_off_too_late_for_the_targets_have_missed_them(mode, by_ite
             "look-ahead",
         ),
         (lambda: simulate(SMALL, CONSTANT, Oracle(), Scenario(Poisson(1))), "lookahead"),
+        (
+            lambda: simulate(
+                trace_by_position((0.6, 0.4)),
+                CONSTANT,
+                Fixed(1),
+                Scenario(ClosedLoop(1), mode="dsi"),
+            ),
+            "longer drafts",
+        ),
     ],
 )
 def test_impossible_values_are_refused(make, message):

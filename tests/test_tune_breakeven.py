@@ -70,6 +70,15 @@ def test_vllms_two_tables_agree_with_the_surface_and_say_what_they_lose() -> Non
     one = surface[surface["batch"] == 1]
     assert vllm_tables(one)["seq_len"].loses == pytest.approx(0, abs=1e-12)
     assert pays_to(one, "context", "tokens").startswith("up to ")
+    # Each sentence is true of the rows that it names, and of no others.
+    for along, unit, at in (("batch", "requests", "context"), ("context", "tokens", "batch")):
+        least = surface[surface[at] == surface[at].min()]
+        faster = least[(least["k"] > 0) & (least["speedup"] > 1)][along].max()
+        said = pays_to(surface, along, unit)
+        assert said.startswith(f"up to {faster:,} {unit} at ")
+        assert said.removesuffix(", all that were asked").endswith(
+            {"context": "100 tokens of context", "batch": "1 request"}[at]
+        )
     assert table_rows(np.array([[0, 0]]), [1], [10, 20], [3]) == [[1, 1, 1, 2**31 - 1, 3]]
 
 

@@ -49,6 +49,22 @@ def test_settings_for_another_gpu_say_that_they_are_scaled(
     assert there.rows[0][rate] < 0.6 * here.rows[0][rate]
 
 
+def test_composed_latencies_of_other_models_are_named_and_carried_over(run: Run) -> None:
+    ran = run(
+        "tune", "--engine", "vllm", "--trace", "qwen-coder-cpu", "--resamples", "4", "--batch",
+        "1,8", "--latency", "h100/llama-3.1-8b+llama-3.2-1b", "--weights", "fp8", "--json", "-",
+    )  # fmt: skip
+    line = ran.document["launch"]
+    assert line.startswith("vllm serve meta-llama/Llama-3.1-8B --speculative-config ")
+    assert '"model": "meta-llama/Llama-3.2-1B-Instruct"' in line
+    said = " ".join(ran.err.split())
+    there = "scaled to h100, target in fp8, draft in fp8"
+    assert f"{there}), at the costs of" in said.partition(" vllm: ")[0]
+    assert f"composed for h100, {there}: approximate" in said
+    assert "is then not padded" in said
+    assert "of its time" not in said  # what other graphs cost there is not known
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -183,6 +183,7 @@ def test_the_command(tmp_path: Path, run: Run) -> None:
     )
     assert document["settings"] == json.loads((tmp_path / "s.json").read_text())
     assert "launch: llama-server" in ran.err
+    assert "also reads every verified batch" in " ".join(ran.err.split())
     for more, message in (
         (("--batch", "1,8"), "one setting for every batch size, no table of them"),
         (("--by-context",), "a table of vllm"),

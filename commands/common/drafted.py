@@ -255,6 +255,7 @@ def say_scaling(prices: Prices, say: Say = remark) -> None:
         there = ", ".join(t.gpu for t in own)
         kept = ", ".join(f"{role} in {form}" for role, form in how["weights"].items())
         to = f"{there}, {kept}" if kept else there
-        say(f"{name}: measured on {how['from']}, scaled to {to}: approximate")
+        known = "composed for" if "composed" in own[0].table.meta else "measured on"
+        say(f"{name}: {known} {how['from']}, scaled to {to}: approximate")
         say(f"  by {scaling_error(how)}")
         say(f"  {interval_words(own[0].table)}")

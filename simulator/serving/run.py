@@ -142,6 +142,10 @@ def check_mode(
         raise DraftsimError(f"--mode {mode} replays recorded verdicts: drop --verify")
     if batched:
         raise DraftsimError(f"--mode {mode} serves one stream: give a --policy per request")
+    if mode == "dsi" and trace.open_ended.any():
+        raise DraftsimError(
+            "--mode dsi drafts on until a rejection: it needs a recording with longer drafts"
+        )
 
 
 def lookahead_of(policy: Policy, trace: Trace) -> int:

@@ -25,6 +25,7 @@ from simulator.formulas.leviathan import acceptance_rate
 from simulator.tune.formats import BY_BATCH, BY_LENGTH
 from simulator.tune.launch import TARGET, launch_line
 from simulator.tune.vllm import table_rows
+from traces.digits import counted
 from traces.errors import DraftsimError
 
 COLUMNS = (
@@ -231,18 +232,26 @@ def grid(batches: Sequence[int], contexts: Sequence[int], ks: Sequence[int]) -> 
 def pays_to(surface: pd.DataFrame, along: str, unit: str) -> str:
     """Return in a few words how far along an axis the best draft length gives a speedup.
 
-    >>> made = pd.DataFrame({"batch": [1, 8], "k": [2, 2], "speedup": [1.5, 0.9]})
+    The other axis has its smallest value, which is named where there are several.
+
+    >>> made = pd.DataFrame({"batch": [1, 8], "context": 2, "k": 2, "speedup": [1.5, 0.9]})
     >>> pays_to(made, "batch", "requests")
     'up to 1 request'
     """
+    other = "batch" if along == "context" else "context"
+    least = int(surface[other].min())
+    named = counted(least, "request" if other == "batch" else "token")
+    named += " of context" * (other == "context")
+    at = f" at {named}" if surface[other].nunique() > 1 else ""
+    surface = surface[surface[other] == least]
     best = surface[surface["k"] > 0].groupby(along)["speedup"].max().sort_index()
     pays = [int(value) for value in best[best > 1].index]
     if not pays:
-        return "nowhere"
+        return f"nowhere{at}"
     if pays == [1]:
         unit = unit.removesuffix("s")
     if len(pays) == len(best):
-        return f"up to {pays[-1]:,} {unit}, all that were asked"
+        return f"up to {pays[-1]:,} {unit}{at}, all that were asked"
     if pays == [int(value) for value in best.index[: len(pays)]]:
-        return f"up to {pays[-1]:,} {unit}"
-    return f"at {', '.join(f'{value:,}' for value in pays)} {unit}"
+        return f"up to {pays[-1]:,} {unit}{at}"
+    return f"at {', '.join(f'{value:,}' for value in pays)} {unit}{at}"

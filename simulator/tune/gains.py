@@ -266,6 +266,25 @@ def leaders(rows: Sequence[Row]) -> list[Leader]:
     return found
 
 
+def goodputs(rows: Sequence[Row]) -> dict[float | None, dict[str, float]]:
+    """Return by load the goodput of no speculation, and after it that of the best that drafts.
+
+    Loads at which one of them is not known are left out.
+    """
+    found = {}
+    for load in dict.fromkeys(_load(row) for row in rows):
+        known = {
+            row["policy"]: float(row["goodput_req_s"]) for row in rows
+            if _load(row) == load and math.isfinite(row["goodput_req_s"])
+        }  # fmt: skip
+        plain = next((name for name in known if name in UNDRAFTED), None)
+        drafting = [name for name in known if name not in UNDRAFTED and not is_bound(name)]
+        if plain is not None and drafting:
+            best = max(drafting, key=known.__getitem__)
+            found[load] = {PLAIN: known[plain], best: known[best]}
+    return found
+
+
 def is_closed(rows: Sequence[Row]) -> bool:
     """Return True if every row is of a closed loop."""
     return all(row["concurrency"] is not None for row in rows)

@@ -21,7 +21,9 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
 from traces.latency.table import LatencyTable
+from traces.operators.shapes import find_architecture
 from traces.sources.lookups.sources import PLD, LookupSource, NGram
+from traces.store.identity import ROLES, model_in, same_model
 
 TARGET, DRAFT, METHOD, FILE = "TARGET", "DRAFT", "METHOD", "FILE"
 """Placeholders for models, a method and a file that nobody named."""
@@ -222,9 +224,16 @@ def check_drafter(engine: str, recording: Recording) -> None:
 
 
 def named_models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:
-    """Return the recorded names of the target and the drafter."""
+    """Return the names of the target and the drafter.
+
+    They are those recorded if `latency` is of these models, else those of the models that it
+    prices: the settings are for them.
+    """
     trace, engine = recording.trace, latency.meta.get("engine") or {}
-    target = str(latency.meta["target"]) if engine else _path(trace, "target") or TARGET
+    priced = {role: model_in(latency.meta, role) for role in ROLES}
+    same = {r: same_model(recording.models.get(r, {}), priced[r]) is not False for r in ROLES}
+    known = _path(trace, "target") if same["target"] else _hub(priced["target"])
+    target = str(latency.meta["target"]) if engine else known or TARGET
     if isinstance(recording.source, NGram | PLD):
         least, most = (
             (recording.source.min_n, recording.source.max_n)
@@ -234,7 +243,7 @@ def named_models(recording: Recording, latency: LatencyTable) -> tuple[str, Name
     if recording.source is not None:
         meta = recording.drafter
         kind = METHODS.get(str(meta.get("kind", recording.source.name)))
-        model = meta.get("model")
+        model = meta.get("model") if same["target"] else None
         return target, NamedDrafter(kind, None if model is None else str(model))
     if engine.get("own_drafter"):
         model = str(latency.meta["draft"])
@@ -242,8 +251,18 @@ def named_models(recording: Recording, latency: LatencyTable) -> tuple[str, Name
         named = None if model == target else model
         return target, NamedDrafter(METHODS.get(engine["method"]), named)
     if isinstance(trace.meta.get("draft"), Mapping):
-        return target, NamedDrafter("draft_model", _path(trace, "draft"))
+        known = _path(trace, "draft") if all(same.values()) else _hub(priced["draft"])
+        return target, NamedDrafter("draft_model", None if known == target else known)
     return target, NamedDrafter()
+
+
+def _hub(model: Mapping[str, Any]) -> str | None:
+    """Return the name on the Hugging Face hub of a model that is known by its sizes, else None."""
+    try:
+        hub = find_architecture(str(model.get("name"))).hub
+    except DraftsimError:
+        return None
+    return None if ":" in hub else hub
 
 
 def _path(trace: Trace, role: str) -> str | None:

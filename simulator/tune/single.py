@@ -150,7 +150,11 @@ def tune_llamacpp(
         worked=mirrored, slo=slo, draws=draws, seed=seed,
     )  # fmt: skip
     more = "one setting serves every load: with more slots (--parallel) drafts gain less"
-    warnings = [*found.warnings, more]
+    mirror = (
+        "llama.cpp's draft model also reads every verified batch: this is priced here, and not in "
+        "`draftsim simulate`"
+    )
+    warnings = [*found.warnings, more, mirror]
     if latency.meta.get("passes_apart") is False:
         warnings.append(
             "these latencies come from runs that cannot separate a draft pass from a verified "
