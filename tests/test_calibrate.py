@@ -405,6 +405,28 @@ def test_one_context_is_not_extrapolated(
     assert message in ran.refusal
 
 
+@pytest.mark.usefixtures("short_chains")
+def test_a_far_context_is_refused_unless_the_runs_determine_its_cost(
+    tmp_path: Path, run: Run
+) -> None:
+    path = tmp_path / "runs.csv"
+    head = "batch,k,tokens_per_s,emitted,context\n1,0,50,,100\n1,3,85,2.5,100\n"
+    path.write_text(head + "1,0,49.9,,125\n1,3,84.8,2.5,125\n")
+    ran = run("calibrate", path, "--context", "4000")
+    assert "all runs have 100 to 125 tokens" in ran.refusal
+    path.write_text(head + "1,0,30,,20000\n1,3,55,2.5,20000\n8,0,60,,20000\n8,3,110,2.5,20000\n")
+    document = run("calibrate", path, "--context", "20000,60000", "--json", "-").ok().document
+    assert {row["context"] for row in document["predictions"] if row["extrapolated"]} >= {60000}
+    near = [row for row in document["predictions"] if row["context"] == 20000 and row["k"] < 4]
+    assert not any(row["extrapolated"] for row in near)
+
+
+def test_draft_lengths_to_predict_are_bounded(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text("batch,k,tokens_per_s\n1,0,50\n")
+    assert "up to 4,096" in run("calibrate", path, "--k", "0,4097").refusal
+
+
 def test_costs_of_one_context_hold_at_every_other_and_say_so() -> None:
     one = calibrate([ServerRun(b, 0, 90.0 * b**0.9, 900) for b in (1, 8)])
     table = latency_table(one)
