@@ -292,6 +292,12 @@ def test_a_line_of_a_csv_file_is_named_by_its_number_there(tmp_path: Path) -> No
     head = "# my runs\n\nbatch,k,tokens_per_s,note\n# second\n1,0,100,a\x0bb\n"
     path.write_text(head + "2,0,150,\n")
     assert [run.batch for run in read_runs(path)] == [1, 2]
+    # Zeros without speculation count nothing; written numbers are rounded.
+    path.write_text(
+        "batch,k,tokens_per_s,emitted,acceptance,rounds,drafted,accepted\n1,0,40,0,,0,0,0\n"
+        "1,2,60,1.6,0.45 0.1,,,\n"
+    )
+    assert [run.round_tokens for run in read_runs(path)] == [1.0, pytest.approx(1.55)]
     path.write_text(head + "2,0\n")
     with pytest.raises(DraftsimError, match="line 6: has not as many values"):
         read_runs(path)
@@ -457,6 +463,15 @@ def test_impossible_runs_are_refused(tmp_path: Path) -> None:
         (f"batch,k,tokens_per_s\n1,0,{'x' * 200_000}\n", "is not CSV .field larger than"),
         ("batch,k,tokens_per_s,acceptance\n1,2,60,0.7 0.9\n", "chances from 1 to 0 that do not"),
         ("batch,k,tokens_per_s,max_concurrency\n1,0,5,8\n", "mean the same"),
+        (
+            "batch,k,tokens_per_s,emitted,acceptance\n1,3,58,3.9,0.5 0.2 0.1\n",
+            "tell 1.8 and 3.9 tokens a round",
+        ),
+        (
+            "batch,k,tokens_per_s,emitted,rounds,drafted,accepted\n1,3,58,3.9,1000,3000,800\n",
+            "tell 1.8 and 3.9 tokens a round",
+        ),
+        ("batch,k,tokens_per_s,emitted\n1,0,58,3.9\n", "tell 1 and 3.9 tokens a round"),
         ("", "holds no runs"),
     ):
         path = tmp_path / "runs.csv"

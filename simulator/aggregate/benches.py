@@ -48,9 +48,13 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "accepted": ("acceptance", "per_position_acceptance_rate", "acceptance by position"),
 }
 """Accepted names of a run's fields: ours first, then those of vLLM and others."""
+COUNTS = ("emitted", "rounds", "drafted_total", "accepted_total")
+"""Fields that count what speculation did."""
 NAMES = tuple(name for names in COLUMNS.values() for name in names)
 MOST = 1e9
 """Largest number of a run; no server comes near it, and fits of larger ones overflow."""
+ROUNDED = 0.05
+"""Largest error of a number that is written with one decimal place."""
 
 
 def read_runs(path: Path) -> list[ServerRun]:
@@ -97,7 +101,10 @@ def _run(row: Any, where: str) -> ServerRun:
     if not isinstance(positions, list | tuple):
         positions = [positions]
     found = {name: _number(where, name, value) for name, value in given.items()}
+    if not found["k"]:  # without speculation a zero is no count
+        found = {n: v for n, v in found.items() if v or n not in COUNTS}
     totals = [found.pop(name, None) for name in ("rounds", "drafted_total", "accepted_total")]
+    lengths = [found.get("emitted")]
     found |= _per_round(where, totals)
     for name in ("batch", "k"):
         if not found[name].is_integer():
@@ -105,9 +112,16 @@ def _run(row: Any, where: str) -> ServerRun:
     batch, k = int(found.pop("batch")), int(found.pop("k"))
     accepted = tuple(_number(where, "acceptance", v) for v in positions)
     try:
-        return ServerRun(batch, k, accepted=accepted, **found)
+        run = ServerRun(batch, k, accepted=accepted, **found)
     except DraftsimError as error:
         raise DraftsimError(f"{where}: {error}") from None
+    told = [n for n in (*lengths, run.emitted, run.round_tokens) if n is not None]
+    if told and max(told) - min(told) > ROUNDED * (1 + k):
+        raise DraftsimError(
+            f"{where}: its columns tell {min(told):g} and {max(told):g} tokens a round: drop those "
+            "that are wrong"
+        )
+    return run
 
 
 def _per_round(where: str, totals: list[float | None]) -> dict[str, float]:
