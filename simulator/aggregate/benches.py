@@ -248,6 +248,8 @@ class _Fields(NamedTuple):
     drafted: float | None = None
     """Mean tokens drafted in a step."""
     ttft_s: float | None = None
+    speculated: bool = False
+    """True if the run speculated, though it may not tell its draft length."""
 
 
 def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benchmarks:
@@ -313,14 +315,11 @@ def _read(path: Path, k: int | None) -> Benchmarks:
     runs, notes, models = [], [], []
     for number, record in enumerate(records, 1):
         where = f"{path}, run {number}" if len(records) > 1 else str(path)
-        fields = _fields(record, where)
+        fields = _bounded(_fields(record, where), where)
         length = _length(fields, path, k)
+        if not length and fields.speculated:
+            raise DraftsimError(f"{where}: speculated, and has no draft length: write {path}@K")
         if length is None:
-            if fields.emitted is not None and fields.emitted > 1:
-                raise DraftsimError(
-                    f"{where}: has {fields.emitted:g} tokens per step, and no draft length: "
-                    f"write {path}@K"
-                )
             length = 0
             notes.append(
                 f"{path}: does not mention speculation, so it is taken as a run without it "
@@ -335,7 +334,7 @@ def _read(path: Path, k: int | None) -> Benchmarks:
                 f"{path}: {fields.drafting:.0%} of the steps had a draft: acceptance is taken over "
                 "all steps"
             )
-        if fields.concurrency is None or not 0 < fields.concurrency <= MOST:
+        if fields.concurrency is None or fields.concurrency <= 0:
             raise DraftsimError(
                 f"{where}: has no concurrency: run the benchmark with a fixed one and no request "
                 "rate (vLLM, SGLang: --max-concurrency; AIPerf: --concurrency)"
@@ -349,11 +348,12 @@ def _read(path: Path, k: int | None) -> Benchmarks:
             )
         try:
             runs.append(ServerRun(
-                batch, length, fields.tokens_per_s * batch / fields.concurrency,
+                batch, length,
+                _number(where, "tokens_per_s", fields.tokens_per_s * batch / fields.concurrency),
                 emitted=fields.emitted if length and not fields.accepted else None,
                 accepted=fields.accepted if length else (),
                 prompt=fields.prompt, answer=fields.answer, drafted=_drafted(fields, length),
-                ttft_s=fields.ttft_s,
+                ttft_s=fields.ttft_s or None,  # 0 where answers are not streamed
             ))  # fmt: skip
         except DraftsimError as error:
             raise DraftsimError(f"{where}: {error}") from None
@@ -466,9 +466,15 @@ def _serve(record: Record) -> _Fields:
     mean = record.get("concurrency")  # SGLang measures it
     named = ("mean_ttft_ms", "mean_tpot_ms", "request_throughput")
     ttft, tpot, rate = (None if record.get(n) is None else float(record[n]) for n in named)
-    if mean is None and ttft is not None and tpot is not None and rate is not None:
+    stay_ms = record.get("mean_e2el_ms")
+    if stay_ms is None and (latencies := record.get("latencies")):
+        stay_ms = 1e3 * sum(map(float, latencies)) / completed
+    if stay_ms is None and ttft is not None and tpot is not None:
+        # Exact only if all answers have one length: vLLM's mean TPOT counts each request once.
+        stay_ms = ttft + tpot * (answer - 1)
+    if mean is None and stay_ms is not None and rate is not None:
         # Little's law: requests at once are their rate times their stay.
-        mean = rate * (ttft + tpot * (answer - 1)) / 1e3
+        mean = rate * float(stay_ms) / 1e3
     paced = record.get("request_rate") not in (None, "inf", math.inf)
     server = record.get("server_info") or {}  # SGLang's options
     drafts, tokens = (record.get(f"spec_decode_{n}") for n in ("num_drafts", "draft_tokens"))
@@ -482,6 +488,7 @@ def _serve(record: Record) -> _Fields:
     told = _speculative(record)
     if told is None and server:
         told = _steps(server)
+    mentioned = bool(server.get("speculative_algorithm")) or any(map(_is_config, record))
     # Lengths of drafts may differ: their mean is no draft length where positions are told.
     length = len(positions) or (None if drafted is None else round(drafted))
     if told is not None:
@@ -493,6 +500,7 @@ def _serve(record: Record) -> _Fields:
         record.get("model_id") or server.get("model_path"), drafting=drafting, cap=cap,
         drafted=None if drafted is None else drafting * drafted,
         ttft_s=None if ttft is None else ttft / 1e3,
+        speculated=emitted is not None or (told is None and mentioned),
     )  # fmt: skip
 
 
@@ -506,7 +514,8 @@ def _at_once(cap: float | None, mean: Any, paced: bool) -> float | None:
     held = float(mean)
     if cap is None:
         return held
-    return min(cap, held) if paced or held < REACHED * cap else cap
+    # NaN is returned, so that `_bounded` refuses it.
+    return min(held, cap) if paced or not held >= REACHED * cap else cap
 
 
 def _drafting(record: Record) -> float:
@@ -536,13 +545,17 @@ def _steps(server: Record) -> int | None:
 def _speculative(record: Record) -> Any:
     """Draft length of a run's server; `vllm bench sweep` adds the options that it varied."""
     for key, value in record.items():
-        name = key.replace("-", "_")
-        if name.rpartition(".")[2] == "num_speculative_tokens":
+        if key.replace("-", "_").rpartition(".")[2] == "num_speculative_tokens":
             return 0 if value is None else value
-        if name == "speculative_config":
+        if _is_config(key):
             config = parse_json(value) if isinstance(value, str) else value
-            return 0 if config is None else config["num_speculative_tokens"]
+            # vLLM takes a number left out from the drafter.
+            return 0 if config is None else config.get("num_speculative_tokens")
     return None
+
+
+def _is_config(key: str) -> bool:
+    return key.replace("-", "_") == "speculative_config"
 
 
 def _guidellm(record: Record) -> _Fields:
@@ -581,6 +594,7 @@ def _aiperf(record: Record) -> _Fields:
         average("input_sequence_length"), average("output_sequence_length"), emitted=emitted, k=k,
         model=first.get("name") if isinstance(first, dict) else first, cap=cap,
         ttft_s=average("time_to_first_token") / 1e3 if "time_to_first_token" in record else None,
+        speculated=emitted is not None,
     )  # fmt: skip
 
 

@@ -239,6 +239,8 @@ class ServerRun:
                 f"{self.drafted:g} tokens drafted a round at k = {self.k}: expected no fewer than "
                 "were accepted and no more than k"
             )
+        if self.ttft_s is not None and not 0 < self.ttft_s < math.inf:
+            raise DraftsimError(f"ttft_s is {self.ttft_s:g}, expected more than 0")
         if any(size is not None and not 0 < size < np.inf for size in (self.prompt, self.answer)):
             raise DraftsimError(
                 f"prompt {self.prompt} and answer {self.answer} tokens: expected more than 0"
