@@ -109,7 +109,7 @@ def calibrate(
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
     lengths = draft_lengths(measured) if k is None else _whole("--k", k, MOST_DRAFTED)
     named = None if context is None else _whole("--context", context, MOST_TOKENS)
-    contexts = [float(c) for c in named or [server.usual[0]]]
+    contexts = [server.usual[0]] if named is None else [float(c) for c in named]
     _check_contexts(server, contexts)
     with working("predicting loads"):
         best = choices(server, batches, lengths, level, contexts[0])
