@@ -96,6 +96,7 @@ def calibrate(
         predicted,
     )
     from simulator.aggregate.benches import latency_table, read_benches
+    from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
     from traces.store.files import write_latency
 
     found = read_benches(runs)
@@ -106,9 +107,9 @@ def calibrate(
     target = known_target(engine, experts, found.model)
     server = fitted(measured, target, other, passes, noise)
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
-    lengths = draft_lengths(measured) if k is None else _whole("--k", k)
-    named = None if context is None else [float(c) for c in _whole("--context", context)]
-    contexts = named or [server.usual[0]]
+    lengths = draft_lengths(measured) if k is None else _whole("--k", k, MOST_DRAFTED)
+    named = None if context is None else _whole("--context", context, MOST_TOKENS)
+    contexts = [server.usual[0]] if named is None else [float(c) for c in named]
     _check_contexts(server, contexts)
     with working("predicting loads"):
         best = choices(server, batches, lengths, level, contexts[0])
@@ -229,21 +230,23 @@ def _remarks(server: ServerFit) -> list[str]:
 
 
 def _check_contexts(server: ServerFit, contexts: list[float]) -> None:
-    """Raise DraftsimError for contexts far from the only one that was measured."""
-    from simulator.aggregate.server import FAR
-
-    held = max(run.held for run in server.runs)
-    if not held and any(contexts):
+    """Raise DraftsimError for contexts far from those measured, if these tell not their cost."""
+    held = [run.held for run in server.runs]
+    if not any(held) and any(contexts):
         raise DraftsimError(
             f"--context {max(contexts):g}: the runs do not say theirs: give each a column context, "
             "or prompt and answer (mean lengths)"
         )
-    far = [c for c in contexts if c > FAR * held or FAR * c < held]
-    if far and not server.tells_context:
+    far = [c for c in contexts if server.far(c)]
+    if far and (not server.tells_context or "cached" in server.undetermined):
+        several = f"{min(held):,.0f} to {max(held):,.0f}"
+        span = several if server.tells_context else f"one of about {max(held):,.0f}"
         raise DraftsimError(
-            f"--context {far[0]:g}: all runs have one of about {held:,.0f} tokens, so the cost of "
-            f"another is not determined: add runs at about {far[0]:g}"
+            f"--context {far[0]:g}: all runs have {span} tokens, so the cost of another is not "
+            f"determined: add runs at about {far[0]:g}"
         )
+    if far:
+        remark(f"no run had about {far[0]:,.0f} tokens of context: its cost is extrapolated")
 
 
 def untold_gains(server: ServerFit) -> list[str]:
@@ -262,13 +265,15 @@ def untold_gains(server: ServerFit) -> list[str]:
     return lines
 
 
-def _whole(name: str, text: str) -> list[int]:
+def _whole(name: str, text: str, most: int) -> list[int]:
     try:
         values = sorted({int(part) for part in text.split(",")})
-        if values[0] < 0 or values[-1] > 10_000_000:
+        if values[0] < 0 or values[-1] > most:
             raise ValueError
     except ValueError:
-        raise DraftsimError(f"{name} {text!r}: expected whole numbers such as 0,1,3") from None
+        raise DraftsimError(
+            f"{name} {text!r}: expected whole numbers such as 0,1,3, up to {most:,}"
+        ) from None
     return values
 
 

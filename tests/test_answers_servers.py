@@ -123,7 +123,8 @@ def test_a_headline_is_of_the_context_that_was_named(run: Run, tmp_path: Path) -
     [
         ("plain-8k-16", None), ("run-k3", 3), ("spec-4", 4), ("c8_K=2", 2), ("k0-c4", 0),
         ("k8s-off", None), ("llama-spec-8b-off", None), ("no-spec-4", None), ("nospec-k4", None),
-        ("off-k4", None), ("no-cache-k4", 4),
+        ("off-k4", None), ("no-cache-k4", 4), ("kimi-k2-k0-c1", 0), ("kimi-k2-k3", 3),
+        ("k3-top-k50", 3),
     ],
 )  # fmt: skip
 def test_a_file_name_says_a_draft_length_or_none(name: str, length: int | None) -> None:

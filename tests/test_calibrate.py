@@ -292,6 +292,12 @@ def test_a_line_of_a_csv_file_is_named_by_its_number_there(tmp_path: Path) -> No
     head = "# my runs\n\nbatch,k,tokens_per_s,note\n# second\n1,0,100,a\x0bb\n"
     path.write_text(head + "2,0,150,\n")
     assert [run.batch for run in read_runs(path)] == [1, 2]
+    # Zeros without speculation count nothing; written numbers are rounded.
+    path.write_text(
+        "batch,k,tokens_per_s,emitted,acceptance,rounds,drafted,accepted\n1,0,40,0,,0,0,0\n"
+        "1,2,60,1.6,0.45 0.1,,,\n"
+    )
+    assert [run.round_tokens for run in read_runs(path)] == [1.0, pytest.approx(1.55)]
     path.write_text(head + "2,0\n")
     with pytest.raises(DraftsimError, match="line 6: has not as many values"):
         read_runs(path)
@@ -405,6 +411,28 @@ def test_one_context_is_not_extrapolated(
     assert message in ran.refusal
 
 
+@pytest.mark.usefixtures("short_chains")
+def test_a_far_context_is_refused_unless_the_runs_determine_its_cost(
+    tmp_path: Path, run: Run
+) -> None:
+    path = tmp_path / "runs.csv"
+    head = "batch,k,tokens_per_s,emitted,context\n1,0,50,,100\n1,3,85,2.5,100\n"
+    path.write_text(head + "1,0,49.9,,125\n1,3,84.8,2.5,125\n")
+    ran = run("calibrate", path, "--context", "4000")
+    assert "all runs have 100 to 125 tokens" in ran.refusal
+    path.write_text(head + "1,0,30,,20000\n1,3,55,2.5,20000\n8,0,60,,20000\n8,3,110,2.5,20000\n")
+    document = run("calibrate", path, "--context", "20000,60000", "--json", "-").ok().document
+    assert {row["context"] for row in document["predictions"] if row["extrapolated"]} >= {60000}
+    near = [row for row in document["predictions"] if row["context"] == 20000 and row["k"] < 4]
+    assert not any(row["extrapolated"] for row in near)
+
+
+def test_draft_lengths_to_predict_are_bounded(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text("batch,k,tokens_per_s\n1,0,50\n")
+    assert "up to 4,096" in run("calibrate", path, "--k", "0,4097").refusal
+
+
 def test_costs_of_one_context_hold_at_every_other_and_say_so() -> None:
     one = calibrate([ServerRun(b, 0, 90.0 * b**0.9, 900) for b in (1, 8)])
     table = latency_table(one)
@@ -435,6 +463,15 @@ def test_impossible_runs_are_refused(tmp_path: Path) -> None:
         (f"batch,k,tokens_per_s\n1,0,{'x' * 200_000}\n", "is not CSV .field larger than"),
         ("batch,k,tokens_per_s,acceptance\n1,2,60,0.7 0.9\n", "chances from 1 to 0 that do not"),
         ("batch,k,tokens_per_s,max_concurrency\n1,0,5,8\n", "mean the same"),
+        (
+            "batch,k,tokens_per_s,emitted,acceptance\n1,3,58,3.9,0.5 0.2 0.1\n",
+            "tell 1.8 and 3.9 tokens a round",
+        ),
+        (
+            "batch,k,tokens_per_s,emitted,rounds,drafted,accepted\n1,3,58,3.9,1000,3000,800\n",
+            "tell 1.8 and 3.9 tokens a round",
+        ),
+        ("batch,k,tokens_per_s,emitted\n1,0,58,3.9\n", "tell 1 and 3.9 tokens a round"),
         ("", "holds no runs"),
     ):
         path = tmp_path / "runs.csv"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shlex
 import threading
@@ -283,6 +284,16 @@ def test_folders_of_aiperf_tell_concurrency_draft_length_and_model(tmp_path: Pat
     (tmp_path / "bare.json").write_text(json.dumps({**told, list(told)[-1]: None}))
     runs = [read_benches([str(tmp_path / f"{n}.json")]).runs[0] for n in ("told", "bare")]
     assert [(run.k, run.round_tokens) for run in runs] == [(5, 2.0), (3, 2.0)]
+    # A drafter of which nothing is accepted does not tell how many tokens it drafts.
+    dead = told | {"pooled_spec_decode_acceptance_histogram": {"0": 100}, list(told)[-1]: None}
+    (tmp_path / "dead.json").write_text(json.dumps(dead))
+    with pytest.raises(DraftsimError, match=r"no draft length: write .*@K"):
+        read_benches([str(tmp_path / "dead.json")])
+    [run] = read_benches([f"{tmp_path}/dead.json@3"]).runs
+    assert (run.k, run.round_tokens) == (3, 1.0)
+    # Results of vLLM next to AIPerf's count, too.
+    written(tmp_path / "plain-c4", {"k2-c1": served(1, 150.0, (0.5, 0.25))})
+    assert [run.k for run in read_benches([str(tmp_path / "plain-c4")]).runs] == [2, 0]
     # With a request rate there is no concurrency: Little's law gives it.
     (tmp_path / "k3-c4" / "profile_export_aiperf.json").write_text(json.dumps(aiperf(None, 410.0)))
     assert read_benches([str(tmp_path / "k3-c4")]).runs[0].batch == 8
@@ -319,6 +330,15 @@ def test_a_speculating_run_without_a_draft_length_is_no_run_without_speculation(
     with pytest.raises(DraftsimError, match=r"no draft length: write .*@K"):
         read_benches([str(path)])
     assert read_benches([f"{path}@3"]).runs[0].k == 3
+    # vLLM takes a number of tokens that is left out from the drafter.
+    mtp = {**served(4, 300.0), "speculative_config": {"method": "mtp"}}
+    for changed in ({}, {"server_info": {"speculative_algorithm": "EAGLE3"}}):
+        path.write_text(json.dumps(mtp | changed) + "\n")
+        with pytest.raises(DraftsimError, match=r"no draft length: write .*@K"):
+            read_benches([str(path)])
+        assert read_benches([f"{path}@1"]).runs[0].k == 1
+    path.write_text(json.dumps({**served(4, 300.0, (0.8,)), "speculative_config": {}}) + "\n")
+    assert read_benches([str(path)]).runs[0].k == 1
     # No draft length makes a chain of a tree.
     path.write_text(json.dumps({**row, "server_info": tree}) + "\n")
     for text in (str(path), f"{path}@3"):
@@ -340,6 +360,10 @@ def test_a_request_rate_leaves_littles_law(cap: int | None, held: float, tmp_pat
     assert found.runs[0].tokens_per_s == pytest.approx(640.0 * batch / held)
     below = "" if cap is None else ", below its limit of 64"
     assert f"ran at {three_digits(held)} requests at once on average{below}" in found.notes[0]
+    # Means of answers of several lengths do not tell the stay.
+    for told in ({"mean_e2el_ms": 8000.0}, {"latencies": [4.0, 12.0] * 32}):
+        path.write_text(json.dumps({**row, **told}))
+        assert read_benches([f"{path}@0"]).runs[0].batch == 20
     # Without a rate the limit is reached, unless too few requests came.
     path.write_text(json.dumps({**row, "request_rate": "inf"}))
     assert read_benches([f"{path}@0"]).runs[0].batch == batch
@@ -374,8 +398,12 @@ def test_aiperf_at_a_request_rate_ran_at_its_mean_concurrency(tmp_path: Path) ->
         (json.dumps({**served(1, 10.0), "output_throughput": -1}), "tokens_per_s is -1, expected"),
         (
             json.dumps({**served(1, 10.0), "max_concurrency": None, "concurrency": float("inf")}),
-            "has no concurrency",
+            "concurrency is inf, expected",
         ),
+        (json.dumps({**served(1, 10.0), "mean_ttft_ms": float("nan")}), "ttft_s is nan, expected"),
+        (json.dumps({**served(1, 10.0), "mean_ttft_ms": -60.0}), "ttft_s is -0.06, expected"),
+        (json.dumps({**served(1, 10.0), "output_throughput": 1e300}), "tokens_per_s is 1e.300,"),
+        (json.dumps({**served(1, 10.0), "model_id": ["a"]}), "model is .'a'., expected text"),
         (
             json.dumps({**served(1, 10.0), "spec_decode_num_drafts": 1e-300,
                         "spec_decode_draft_tokens": 1e300}),
@@ -515,6 +543,28 @@ def test_notes_on_a_file_are_said_once_and_only_where_they_hold(tmp_path: Path) 
         f"write {tmp_path}/plain.json@K",
     ]
     assert len(read_benches(told, acceptance_told=True).notes) == 2
+
+
+def test_a_file_is_read_by_what_it_holds(tmp_path: Path) -> None:
+    """Gzipped results, and rows of vLLM's names in JSON lines."""
+    result = json.dumps(served(4, 300.0, ACCEPTED)).encode()
+    (tmp_path / "head.json.gz").write_bytes(gzip.compress(result))
+    for given in (tmp_path, tmp_path / "head.json.gz"):
+        assert [run.k for run in read_benches([str(given)]).runs] == [5]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"max_concurrency": 1, "num_speculative_tokens": 3, "output_throughput": 60.0}\n'
+    )
+    assert [run.k for run in read_benches([str(rows)]).runs] == [3]
+
+
+def test_a_file_that_is_given_twice_counts_once(tmp_path: Path) -> None:
+    folder = written(tmp_path / "results", {"plain": served(4, 200.0), "k1": served(4, 203.0)})
+    twice = read_benches([str(folder), f"{folder}/../results/k1.json"])
+    assert twice.runs == read_benches([str(folder)]).runs
+    assert twice.notes[-1].endswith("holds runs that were given before: each counts once")
+    with pytest.raises(DraftsimError, match="is given twice, with different @K"):
+        read_benches([str(folder), f"{folder}/plain.json@2"])
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class PredictedSpeed(NamedTuple):
     faster: float
     """Chance that it is faster than no speculation; NaN at k = 0."""
     extrapolated: bool
-    """True if no run was this large, or drafted this much."""
+    """True if no run was this large, drafted this much, or had about this context."""
     p_min: float = 0.0
     """Probability below which drafts stop (llama.cpp); 0 if they do not."""
 
@@ -91,7 +91,8 @@ def predicted(
     return PredictedSpeed(
         batch, k, context, interval_of(speeds, level), interval_of(gain, level),
         float(np.mean(gain > 1)) if k else float("nan"),
-        batch > max(run.batch for run in server.runs) or k > max(run.k for run in server.runs),
+        batch > max(run.batch for run in server.runs) or k > max(run.k for run in server.runs)
+        or server.far(context),
         0.0 if like is None else like.p_min,
     )  # fmt: skip
 

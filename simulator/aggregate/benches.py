@@ -28,7 +28,7 @@ from traces.errors import DraftsimError
 from traces.importers.metrics import SELDOM
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import ANY_CONTEXT, LatencyTable
-from traces.store.text import csv_rows, decimal, json_lines, read_text
+from traces.store.text import csv_rows, decimal, json_lines, label, read_text
 
 if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
@@ -48,13 +48,19 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "accepted": ("acceptance", "per_position_acceptance_rate", "acceptance by position"),
 }
 """Accepted names of a run's fields: ours first, then those of vLLM and others."""
+COUNTS = ("emitted", "rounds", "drafted_total", "accepted_total")
+"""Fields that count what speculation did."""
 NAMES = tuple(name for names in COLUMNS.values() for name in names)
 MOST = 1e9
 """Largest number of a run; no server comes near it, and fits of larger ones overflow."""
+ROUNDED = 0.05
+"""Largest error of a number that is written with one decimal place."""
 
 
-def read_runs(path: Path) -> list[ServerRun]:
+def read_runs(path: Path, text: str | None = None) -> list[ServerRun]:
     """Read runs from CSV with a head, or JSON lines; the columns are those of `COLUMNS`.
+
+    ``text`` is the file's, if it was read.
 
     Acceptance by position is numbers separated by blanks or semicolons (a list in JSON): the
     chances that the first 1, 2, ... drafted tokens are all accepted.  Other columns are ignored,
@@ -62,15 +68,20 @@ def read_runs(path: Path) -> list[ServerRun]:
 
     Raises DraftsimError naming file and line of what is wrong.
     """
-    if path.suffix == ".jsonl":
-        rows: list[Any] = [row for _, row in json_lines(path)]
+    text = read_text(path) if text is None else text
+    if _ending(path) == ".jsonl":
+        rows: list[Any] = [row for _, row in json_lines(path, text)]
     else:
-        rows = [row for _, row in csv_rows(path, read_text(path), ())]
+        rows = [row for _, row in csv_rows(path, text, ())]
     if not rows:
         raise DraftsimError(
             f"{path} holds no runs: expected a header batch,k,tokens_per_s and one run per line"
         )
     return [_run(row, f"{path}, run {number}") for number, row in enumerate(rows, 1)]
+
+
+def _ending(path: Path) -> str:
+    return Path(path.name.removesuffix(".gz")).suffix
 
 
 def _run(row: Any, where: str) -> ServerRun:
@@ -97,7 +108,10 @@ def _run(row: Any, where: str) -> ServerRun:
     if not isinstance(positions, list | tuple):
         positions = [positions]
     found = {name: _number(where, name, value) for name, value in given.items()}
+    if not found["k"]:  # without speculation a zero is no count
+        found = {n: v for n, v in found.items() if v or n not in COUNTS}
     totals = [found.pop(name, None) for name in ("rounds", "drafted_total", "accepted_total")]
+    lengths = [found.get("emitted")]
     found |= _per_round(where, totals)
     for name in ("batch", "k"):
         if not found[name].is_integer():
@@ -105,9 +119,16 @@ def _run(row: Any, where: str) -> ServerRun:
     batch, k = int(found.pop("batch")), int(found.pop("k"))
     accepted = tuple(_number(where, "acceptance", v) for v in positions)
     try:
-        return ServerRun(batch, k, accepted=accepted, **found)
+        run = ServerRun(batch, k, accepted=accepted, **found)
     except DraftsimError as error:
         raise DraftsimError(f"{where}: {error}") from None
+    known = [n for n in (*lengths, run.emitted, run.round_tokens) if n is not None]
+    if known and max(known) - min(known) > ROUNDED * (1 + k):
+        raise DraftsimError(
+            f"{where}: its columns tell {min(known):g} and {max(known):g} tokens a round: drop "
+            "those that are wrong"
+        )
+    return run
 
 
 def _per_round(where: str, totals: list[float | None]) -> dict[str, float]:
@@ -190,7 +211,12 @@ MOST_BYTES = 256 * 2**20
 """A larger file is no summary of benchmarks."""
 ESTIMATED = "says no acceptance: it is estimated from the speeds"
 AIPERF = "profile_export_aiperf.json"
-"""Summary of a run in AIPerf's folder; the other files there are inputs, records and telemetry."""
+"""Summary of a run in AIPerf's folder."""
+AIPERF_OTHERS = (
+    "profile_export", "server_metrics_export", "gpu_telemetry_export", "inputs.json",
+    "outputs.json", "dataset-identity.json", "mlflow_export.json",
+)  # fmt: skip
+"""Beginnings of the names of AIPerf's further files: inputs, records and telemetry."""
 SAME_NAME = (AIPERF, "benchmarks.json")
 """Results of AIPerf and GuideLLM, which have this name in every run: their folder is named."""
 AT = re.compile(r"^(?P<path>.+)@(?P<k>\d{1,4})$")
@@ -222,6 +248,8 @@ class _Fields(NamedTuple):
     drafted: float | None = None
     """Mean tokens drafted in a step."""
     ttft_s: float | None = None
+    speculated: bool = False
+    """True if the run speculated, though it may not tell its draft length."""
 
 
 def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benchmarks:
@@ -236,17 +264,24 @@ def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benc
     runs: list[ServerRun] = []
     notes: list[str] = []
     models: list[str] = []
+    given: dict[Path, int | None] = {}
     for text in files:
         found = AT.match(text)
         path, k = (Path(found["path"]), int(found["k"])) if found else (Path(text), None)
         if path.is_dir():
-            inside = [p for p in sorted(path.rglob("*.json*")) if p.is_file() and _is_run(p, path)]
+            inside = [p for p in sorted(path.rglob("*.json*")) if p.is_file() and _is_run(p)]
             if not inside:
                 raise DraftsimError(f"{path}: holds no .json or .jsonl of a benchmark")
         else:
             inside = [path]
         for one in inside:
-            bench = _read(one, k)
+            bench, file = _read(one, k), one.resolve()
+            if file in given:
+                if given[file] != k:
+                    raise DraftsimError(f"{one}: is given twice, with different @K: give it once")
+                notes.append(f"{text}: holds runs that were given before: each counts once")
+                continue
+            given[file] = k
             runs += bench.runs
             notes += [n for n in bench.notes if not (acceptance_told and n.endswith(ESTIMATED))]
             models += [bench.model] if bench.model else []
@@ -258,38 +293,33 @@ def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benc
     return Benchmarks(runs, models[0] if models else None, list(dict.fromkeys(notes)))
 
 
-def _is_run(path: Path, top: Path) -> bool:
-    """Return False for the other files that `vllm bench sweep` and AIPerf write next to results.
-
-    ``top`` is the folder that was given.
-    """
+def _is_run(path: Path) -> bool:
+    """Return False for the other files that `vllm bench sweep` and AIPerf write next to results."""
     if path.name == "warmup.json" or path.stem.endswith("failure"):
         return False
-    above = [folder for folder in path.parents if folder == top or top in folder.parents]
-    if path.name != AIPERF and any((folder / AIPERF).exists() for folder in above):
-        return False
+    if path.name.startswith(AIPERF_OTHERS) and (path.parent / AIPERF).exists():
+        return path.name == AIPERF
     # The summary repeats the runs.
     runs = path.parent.glob("run=*.json")
-    return path.name != "summary.json" or not any(_is_run(run, top) for run in runs)
+    return path.name != "summary.json" or not any(_is_run(run) for run in runs)
 
 
 def _read(path: Path, k: int | None) -> Benchmarks:
-    records = _records(path) if path.suffix in (".json", ".jsonl") else ()
-    if (path.suffix == ".jsonl" and all("tokens_per_s" in row for row in records)) or not records:
+    text = read_text(path, MOST_BYTES)
+    json = _ending(path) in (".json", ".jsonl") or re.match(r"\s*[\[{]", text)
+    records = _records(path, text) if json else ()
+    if (_ending(path) == ".jsonl" and all(map(_is_row, records))) or not records:
         if k is not None:
             raise DraftsimError(f"{path}@{k}: its rows have draft lengths of their own: drop @{k}")
-        return Benchmarks(read_runs(path), None, [])
+        return Benchmarks(read_runs(path, text), None, [])
     runs, notes, models = [], [], []
     for number, record in enumerate(records, 1):
         where = f"{path}, run {number}" if len(records) > 1 else str(path)
-        fields = _fields(record, where)
+        fields = _bounded(_fields(record, where), where)
         length = _length(fields, path, k)
+        if not length and fields.speculated:
+            raise DraftsimError(f"{where}: speculated, and has no draft length: write {path}@K")
         if length is None:
-            if fields.emitted is not None and fields.emitted > 1:
-                raise DraftsimError(
-                    f"{where}: has {fields.emitted:g} tokens per step, and no draft length: "
-                    f"write {path}@K"
-                )
             length = 0
             notes.append(
                 f"{path}: does not mention speculation, so it is taken as a run without it "
@@ -304,7 +334,7 @@ def _read(path: Path, k: int | None) -> Benchmarks:
                 f"{path}: {fields.drafting:.0%} of the steps had a draft: acceptance is taken over "
                 "all steps"
             )
-        if fields.concurrency is None or not 0 < fields.concurrency <= MOST:
+        if fields.concurrency is None or fields.concurrency <= 0:
             raise DraftsimError(
                 f"{where}: has no concurrency: run the benchmark with a fixed one and no request "
                 "rate (vLLM, SGLang: --max-concurrency; AIPerf: --concurrency)"
@@ -318,11 +348,12 @@ def _read(path: Path, k: int | None) -> Benchmarks:
             )
         try:
             runs.append(ServerRun(
-                batch, length, fields.tokens_per_s * batch / fields.concurrency,
+                batch, length,
+                _number(where, "tokens_per_s", fields.tokens_per_s * batch / fields.concurrency),
                 emitted=fields.emitted if length and not fields.accepted else None,
                 accepted=fields.accepted if length else (),
                 prompt=fields.prompt, answer=fields.answer, drafted=_drafted(fields, length),
-                ttft_s=fields.ttft_s,
+                ttft_s=fields.ttft_s or None,  # 0 where answers are not streamed
             ))  # fmt: skip
         except DraftsimError as error:
             raise DraftsimError(f"{where}: {error}") from None
@@ -358,16 +389,18 @@ def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
 
 def _named(path: Path) -> int | None:
     """Return the draft length in a file's name; None if it has none, or an "off" before it."""
-    name = (path.absolute().parent.name if path.name in SAME_NAME else path.stem).lower()
-    found = re.search(
-        r"(?:^|[^a-z0-9])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?![a-z0-9])", name
+    own = path.name.removesuffix(".gz")
+    name = (path.absolute().parent.name if own in SAME_NAME else Path(own).stem).lower()
+    draft_length = (
+        r"(?:^|(?<!top)[^a-z0-9])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?![a-z0-9])"
     )
+    # The last one: a model's name may come before (kimi-k2-k0-c1).
+    *_, found = (None, *re.finditer(draft_length, name))
     off = r"(?:^|[^a-z])(?:no|non|without|off)[-_]?(?:spec)?$"
     return None if found is None or re.search(off, name[: found.start()]) else int(found[1])
 
 
-def _records(path: Path) -> list[Mapping[str, Any]]:
-    text = read_text(path, MOST_BYTES)
+def _records(path: Path, text: str) -> list[Mapping[str, Any]]:
     try:
         values = [parse_json(text)]
     except JSONError:
@@ -385,9 +418,30 @@ def _records(path: Path) -> list[Mapping[str, Any]]:
 Record = Mapping[str, Any]
 
 
+def _is_served(record: Record) -> bool:
+    return "output_throughput" in record and "total_output_tokens" in record
+
+
+def _is_row(record: Record) -> bool:
+    """Return True for a row of `read_runs`, False for a benchmark's result."""
+    return any(name in record for name in COLUMNS["tokens_per_s"]) and not _is_served(record)
+
+
+def _bounded(fields: _Fields, where: str) -> _Fields:
+    """Return the fields with the model's name as text.
+
+    Raises DraftsimError for a number that is NaN or larger than `MOST`, and for another name.
+    """
+    # Times come first: a concurrency is made of them.
+    for name, value in reversed(fields._asdict().items()):
+        if isinstance(value, float):
+            _number(where, name, value)
+    return fields._replace(model=label(where, "model", fields.model) or None)
+
+
 def _fields(record: Record, where: str) -> _Fields:
     try:
-        if "output_throughput" in record and "total_output_tokens" in record:
+        if _is_served(record):
             return _serve(record)
         if "output_tokens_per_second" in (record.get("metrics") or {}):
             return _guidellm(record)
@@ -412,9 +466,15 @@ def _serve(record: Record) -> _Fields:
     mean = record.get("concurrency")  # SGLang measures it
     named = ("mean_ttft_ms", "mean_tpot_ms", "request_throughput")
     ttft, tpot, rate = (None if record.get(n) is None else float(record[n]) for n in named)
-    if mean is None and ttft is not None and tpot is not None and rate is not None:
+    stay_ms = record.get("mean_e2el_ms")
+    if stay_ms is None and (latencies := record.get("latencies")):
+        stay_ms = 1e3 * sum(map(float, latencies)) / completed
+    if stay_ms is None and ttft is not None and tpot is not None:
+        # Exact only if all answers have one length: vLLM's mean TPOT counts each request once.
+        stay_ms = ttft + tpot * (answer - 1)
+    if mean is None and stay_ms is not None and rate is not None:
         # Little's law: requests at once are their rate times their stay.
-        mean = rate * (ttft + tpot * (answer - 1)) / 1e3
+        mean = rate * float(stay_ms) / 1e3
     paced = record.get("request_rate") not in (None, "inf", math.inf)
     server = record.get("server_info") or {}  # SGLang's options
     drafts, tokens = (record.get(f"spec_decode_{n}") for n in ("num_drafts", "draft_tokens"))
@@ -428,6 +488,7 @@ def _serve(record: Record) -> _Fields:
     told = _speculative(record)
     if told is None and server:
         told = _steps(server)
+    mentioned = bool(server.get("speculative_algorithm")) or any(map(_is_config, record))
     # Lengths of drafts may differ: their mean is no draft length where positions are told.
     length = len(positions) or (None if drafted is None else round(drafted))
     if told is not None:
@@ -439,6 +500,7 @@ def _serve(record: Record) -> _Fields:
         record.get("model_id") or server.get("model_path"), drafting=drafting, cap=cap,
         drafted=None if drafted is None else drafting * drafted,
         ttft_s=None if ttft is None else ttft / 1e3,
+        speculated=emitted is not None or (told is None and mentioned),
     )  # fmt: skip
 
 
@@ -452,7 +514,8 @@ def _at_once(cap: float | None, mean: Any, paced: bool) -> float | None:
     held = float(mean)
     if cap is None:
         return held
-    return min(cap, held) if paced or held < REACHED * cap else cap
+    # NaN is returned, so that `_bounded` refuses it.
+    return min(held, cap) if paced or not held >= REACHED * cap else cap
 
 
 def _drafting(record: Record) -> float:
@@ -482,13 +545,17 @@ def _steps(server: Record) -> int | None:
 def _speculative(record: Record) -> Any:
     """Draft length of a run's server; `vllm bench sweep` adds the options that it varied."""
     for key, value in record.items():
-        name = key.replace("-", "_")
-        if name.rpartition(".")[2] == "num_speculative_tokens":
+        if key.replace("-", "_").rpartition(".")[2] == "num_speculative_tokens":
             return 0 if value is None else value
-        if name == "speculative_config":
+        if _is_config(key):
             config = parse_json(value) if isinstance(value, str) else value
-            return 0 if config is None else config["num_speculative_tokens"]
+            # vLLM takes a number left out from the drafter.
+            return 0 if config is None else config.get("num_speculative_tokens")
     return None
+
+
+def _is_config(key: str) -> bool:
+    return key.replace("-", "_") == "speculative_config"
 
 
 def _guidellm(record: Record) -> _Fields:
@@ -527,6 +594,7 @@ def _aiperf(record: Record) -> _Fields:
         average("input_sequence_length"), average("output_sequence_length"), emitted=emitted, k=k,
         model=first.get("name") if isinstance(first, dict) else first, cap=cap,
         ttft_s=average("time_to_first_token") / 1e3 if "time_to_first_token" in record else None,
+        speculated=emitted is not None,
     )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ MATRIX_KNEE = 30.0
 SEVERAL = 1.2
 """Contexts whose longest exceeds the shortest by this factor tell of the cost of context."""
 FAR = 2.0
-"""Factor by which a context may lie outside those measured, if these tell nothing of its cost."""
+"""A context outside those measured by more than this factor is extrapolated."""
 MISFIT = Cost(0.035, 0.5, "relative error of the model about a run")
 STEP = 0.04
 """Relative error by doubling of a pass's tokens beyond those measured: where the next kernel or
@@ -239,6 +239,8 @@ class ServerRun:
                 f"{self.drafted:g} tokens drafted a round at k = {self.k}: expected no fewer than "
                 "were accepted and no more than k"
             )
+        if self.ttft_s is not None and not 0 < self.ttft_s < math.inf:
+            raise DraftsimError(f"ttft_s is {self.ttft_s:g}, expected more than 0")
         if any(size is not None and not 0 < size < np.inf for size in (self.prompt, self.answer)):
             raise DraftsimError(
                 f"prompt {self.prompt} and answer {self.answer} tokens: expected more than 0"
@@ -470,6 +472,11 @@ class ServerFit:
         """True if the runs have several contexts, which determine the cost of a cached token."""
         held = [run.held for run in self.runs]
         return max(held) > SEVERAL * max(min(held), 1.0)
+
+    def far(self, context: float) -> bool:
+        """Return True if a context is far outside those measured (`FAR`)."""
+        held = [run.held for run in self.runs]
+        return context > FAR * max(held) or FAR * context < min(held)
 
     @property
     def tells_passes_apart(self) -> bool:
