@@ -60,7 +60,7 @@ def read_prompts(
     path = Path(path)
     text = read_text(path)
     prompts: dict[int, Prompt] = {}
-    if path.suffix in (".jsonl", ".json"):
+    if path.suffix.lower() in (".jsonl", ".ndjson", ".json"):
         for number, row in json_lines(path, text, "write one JSON object a line"):
             prompts[number] = _prompt(row, f"{path} line {number}", number)
     else:

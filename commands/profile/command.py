@@ -126,7 +126,8 @@ class RecordedTexts:
             "reach this probability; 1 = from all."
         ),
     ] = 1.0
-    seed: Annotated[int, typer.Option(help="Seed of sampled outputs.")] = 0
+    # Every prompt has a seed of its own, which the generators take up to 2**63.
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of sampled outputs.")] = 0
     record_batch: Annotated[
         int,
         typer.Option(
