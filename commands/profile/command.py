@@ -13,7 +13,13 @@ import typer
 from commands.common import options
 from commands.engine.options import MeasuredEngine
 from commands.profile import recording
-from commands.profile.sources import check_layers, profile_drafters, profile_sources, split_drafters
+from commands.profile.sources import (
+    check_heads_text,
+    check_layers,
+    profile_drafters,
+    profile_sources,
+    split_drafters,
+)
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -209,9 +215,10 @@ def sources(
         raise DraftsimError(
             "no source is named: add --exit-layers, or a drafter with --source eagle:model=DIR"
         )
-    with _claimed(models, texts, timing, out, force) as job:
-        loaded = job.load()
-        check_layers(loaded, exit_layers)
+    if heads_text is not None:
+        check_heads_text(out, heads_text, force)
+    with _claimed(models, texts, timing, out, force, _given(context)) as job:
+        check_layers(job.pair, exit_layers)
         parts = ["early exits, heads, layer skip"] if exit_layers else []
         recording.complete(replace(job, pair=loaded), [*parts, *(s.key for s in drafters)], force)
         if exit_layers:

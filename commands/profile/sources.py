@@ -41,6 +41,21 @@ def check_layers(pair: Pair, exits: bool) -> None:
         default_exit_layers(layers)
 
 
+def check_heads_text(out: Path, text: Path, force: bool) -> None:
+    """Raise DraftsimError if `text` cannot be read, or the folder has all heads already.
+
+    With `force` its heads are removed before any is trained.
+    """
+    from profiler.prompts import read_prompts
+
+    read_prompts(text)
+    if not force and not _absent(out / HEADS):
+        raise DraftsimError(
+            f"--heads-text: {out / HEADS} has all heads: leave --heads-text out to keep them, "
+            "remove that folder to train them again, or name another --out"
+        )
+
+
 def split_drafters(texts: Sequence[str], temperature: float) -> tuple[list[OnFeatures], list[str]]:
     """Return the drafters on features among sources given as text, and the others.
 
@@ -306,13 +321,20 @@ def modules_of(
     from profiler.sources.run import load_modules
 
     own = out / HEADS
-    absent = [name for name, file in FILES.items() if not (own / file).is_file()]
+    absent = _absent(own)
     shipped = shipped_heads(info.target)
     if len(absent) == len(FILES) and shipped is not None and text is None:
         return load_modules(shipped, pair.target)
     if absent and trace is not None:
         _train(pair, own, absent, trace, text)
     return load_modules(own, pair.target)
+
+
+def _absent(own: Path) -> list[str]:
+    """Return the names of the modules that the folder lacks."""
+    from profiler.features.heads import FILES
+
+    return [name for name, file in FILES.items() if not (own / file).is_file()]
 
 
 def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Path | None) -> None:
