@@ -27,7 +27,7 @@ from profiler.latency.passes import fitting_grid, measure_layers, pass_blocks
 from profiler.latency.table import Grid, Sweeps
 from profiler.machine import Machine
 from profiler.models.loading import Pair
-from profiler.models.runner import Runner
+from profiler.models.runner import Runner, context_of
 from profiler.models.seq2seq import Seq2SeqRunner, check_room, is_seq2seq, make_runner
 from profiler.prompts import Prompt
 from profiler.recording.run import DONE_WITH, digest_of
@@ -67,7 +67,8 @@ class LatencyProfile:
     """
 
     def __init__(self, pair: Pair, grid: Grid, checkpoint: Checkpoint | None = None) -> None:
-        slots = _context_limit(pair, max(grid.contexts) + grid.widest)
+        limits = [context_of(model)[0] for model in (pair.target, pair.draft)]
+        slots = min([max(grid.contexts) + grid.widest, *limits])
         self._pair, self._batched = pair, None
         self._short = pair.device.type == "cuda"
         self._runners = make_runner(pair.target, slots), make_runner(pair.draft, slots)
@@ -304,17 +305,10 @@ def assemble(
     return replace(trace, meta={**meta, **scored})
 
 
-def _context_limit(pair: Pair, wanted: int) -> int:
-    configs = [m.config.get_text_config() for m in (pair.target, pair.draft)]
-    # T5 has no last position.
-    limits = [getattr(config, "max_position_embeddings", None) or wanted for config in configs]
-    return int(min([wanted, *limits]))
-
-
 def _check_context(
     pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[torch.Tensor], new: int
 ) -> None:
-    room = _context_limit(pair, 1 << 62)
+    room, limit = min(context_of(model) for model in (pair.target, pair.draft))
     for prompt, ids in zip(prompts, encoded, strict=True):
         length = int(ids.shape[0])
         if length == 0:
@@ -325,5 +319,5 @@ def _check_context(
         elif length + new > room:
             raise DraftsimError(
                 f"prompt {prompt.id!r} of {length} tokens and {new} new ones exceed the pair's "
-                f"context of {room}: shorten it or lower --max-new-tokens"
+                f"{limit} of {room}: shorten it or lower --max-new-tokens"
             )

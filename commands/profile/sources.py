@@ -340,6 +340,7 @@ def _absent(own: Path) -> list[str]:
 def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Path | None) -> None:
     """Train the absent modules into `own`, each file whole or not at all."""
     from profiler.features.heads import FILES
+    from profiler.models.runner import context_of
     from profiler.models.stack import LayerRunner
     from profiler.prompts import read_prompts
     from profiler.train.heads import own_text, train_all
@@ -354,12 +355,11 @@ def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Pat
         )
         encoded = [prompt_tokens(trace, i) for i in range(len(trace.requests))]
     own.mkdir(parents=True, exist_ok=True)
-    limit = int(pair.target.config.get_text_config().max_position_embeddings)
     with progress_bar() as progress, tempfile.TemporaryDirectory(dir=own) as made:
         task = progress.add_task("training heads", total=len(absent) + 1)
         samples = own_text(pair.target, encoded)
         progress.advance(task)
-        runner = LayerRunner(pair.target, min(512, limit))
+        runner = LayerRunner(pair.target, min(512, context_of(pair.target)[0]))
         for name in absent:
             train_all(runner, samples, Path(made), [name])
             (Path(made) / FILES[name]).replace(own / FILES[name])
@@ -372,12 +372,12 @@ def timed_layers(pair: Pair, longest: int, modules: Modules | None = None) -> La
     ``modules``: those whose trees are timed are among them.
     """
     from profiler.latency.table import reaching
+    from profiler.models.runner import context_of
     from profiler.models.stack import LayerRunner
     from profiler.sources.latency import CONTEXTS, widest_pass
 
-    limit = int(pair.target.config.get_text_config().max_position_embeddings)
     slots = max(reaching(CONTEXTS, longest)) + widest_pass(modules or {})
-    return LayerRunner(pair.target, min(limit, slots))
+    return LayerRunner(pair.target, min(context_of(pair.target)[0], slots))
 
 
 def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:
