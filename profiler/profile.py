@@ -29,7 +29,7 @@ from profiler.machine import Machine
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner, context_of
 from profiler.models.seq2seq import Seq2SeqRunner, check_room, is_seq2seq, make_runner
-from profiler.prompts import Prompt
+from profiler.prompts import TEXTS, Prompt
 from profiler.recording.run import DONE_WITH, digest_of
 from profiler.recording.trace import Columns, Recorder, slots_needed
 from traces.acceptance.sampling import GREEDY, Sampling
@@ -176,19 +176,32 @@ def trace_options(pair: Pair, prompts: Sequence[Prompt], settings: Settings) -> 
     return {"settings": recorded, "meta": pair.meta, "prompts": [p.id for p in prompts]}
 
 
+def encoded_prompts(
+    pair: Pair, prompts: Sequence[Prompt], settings: Settings
+) -> list[torch.Tensor]:
+    """Return the ids of each prompt, (tokens,).
+
+    Raises DraftsimError if the pair cannot record one of them with these settings.
+    """
+    if settings.together > 1 and is_seq2seq(pair.target):
+        raise DraftsimError(
+            "--record-batch: encoder-decoder pairs are recorded one prompt at a time: leave it out"
+        )
+    encoded = [pair.encode(p.text, settings.chat) for p in prompts]
+    _check_context(pair, prompts, encoded, settings.max_new_tokens)
+    return encoded
+
+
 def profile_trace(
     pair: Pair, prompts: Sequence[Prompt], settings: Settings, folder: Path, progress: Progress
 ) -> Trace:
     """Record the pair's acceptance trace on `prompts`, or continue a stopped recording."""
-    encoded = [pair.encode(p.text, settings.chat) for p in prompts]
+    encoded = encoded_prompts(pair, prompts, settings)
     longest = max(int(ids.shape[0]) for ids in encoded)
-    _check_context(pair, prompts, encoded, settings.max_new_tokens)
     # Sized for what is recorded, beyond the positions a model knows: branches share them.
     slots = slots_needed(longest, settings.max_new_tokens, settings.max_gamma)
     target = make_runner(pair.target, slots)
     if settings.together > 1:
-        if isinstance(target, Seq2SeqRunner):
-            raise DraftsimError("encoder-decoder pairs are recorded one prompt at a time")
         target = Runner(pair.target, slots, settings.together + 1)
     name = "trace" if settings.sampling.greedy else "sampled"
     options = trace_options(pair, prompts, settings)
@@ -290,6 +303,7 @@ def assemble(
     meta: dict[str, Any] = {
         **pair.meta,
         "chat_template": settings.chat,
+        TEXTS: {prompt.id: prompt.digest for prompt in prompts},
         "sampling": {**settings.sampling.meta, "seed": settings.seed},
         "eos_token_ids": sorted(eos),
         "near_ties": {"below": NEAR_TIE, "count": int((margins < NEAR_TIE).sum())},
