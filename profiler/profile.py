@@ -27,9 +27,9 @@ from profiler.latency.passes import fitting_grid, measure_layers, pass_blocks
 from profiler.latency.table import Grid, Sweeps
 from profiler.machine import Machine
 from profiler.models.loading import Pair
-from profiler.models.runner import Runner
+from profiler.models.runner import Runner, context_of
 from profiler.models.seq2seq import Seq2SeqRunner, check_room, is_seq2seq, make_runner
-from profiler.prompts import Prompt
+from profiler.prompts import TEXTS, Prompt
 from profiler.recording.run import DONE_WITH, digest_of
 from profiler.recording.trace import Columns, Recorder, slots_needed
 from traces.acceptance.sampling import GREEDY, Sampling
@@ -67,7 +67,8 @@ class LatencyProfile:
     """
 
     def __init__(self, pair: Pair, grid: Grid, checkpoint: Checkpoint | None = None) -> None:
-        slots = _context_limit(pair, max(grid.contexts) + grid.widest)
+        limits = [context_of(model)[0] for model in (pair.target, pair.draft)]
+        slots = min([max(grid.contexts) + grid.widest, *limits])
         self._pair, self._batched = pair, None
         self._short = pair.device.type == "cuda"
         self._runners = make_runner(pair.target, slots), make_runner(pair.draft, slots)
@@ -175,19 +176,32 @@ def trace_options(pair: Pair, prompts: Sequence[Prompt], settings: Settings) -> 
     return {"settings": recorded, "meta": pair.meta, "prompts": [p.id for p in prompts]}
 
 
+def encoded_prompts(
+    pair: Pair, prompts: Sequence[Prompt], settings: Settings
+) -> list[torch.Tensor]:
+    """Return the ids of each prompt, (tokens,).
+
+    Raises DraftsimError if the pair cannot record one of them with these settings.
+    """
+    if settings.together > 1 and is_seq2seq(pair.target):
+        raise DraftsimError(
+            "--record-batch: encoder-decoder pairs are recorded one prompt at a time: leave it out"
+        )
+    encoded = [pair.encode(p.text, settings.chat) for p in prompts]
+    _check_context(pair, prompts, encoded, settings.max_new_tokens)
+    return encoded
+
+
 def profile_trace(
     pair: Pair, prompts: Sequence[Prompt], settings: Settings, folder: Path, progress: Progress
 ) -> Trace:
     """Record the pair's acceptance trace on `prompts`, or continue a stopped recording."""
-    encoded = [pair.encode(p.text, settings.chat) for p in prompts]
+    encoded = encoded_prompts(pair, prompts, settings)
     longest = max(int(ids.shape[0]) for ids in encoded)
-    _check_context(pair, prompts, encoded, settings.max_new_tokens)
     # Sized for what is recorded, beyond the positions a model knows: branches share them.
     slots = slots_needed(longest, settings.max_new_tokens, settings.max_gamma)
     target = make_runner(pair.target, slots)
     if settings.together > 1:
-        if isinstance(target, Seq2SeqRunner):
-            raise DraftsimError("encoder-decoder pairs are recorded one prompt at a time")
         target = Runner(pair.target, slots, settings.together + 1)
     name = "trace" if settings.sampling.greedy else "sampled"
     options = trace_options(pair, prompts, settings)
@@ -289,6 +303,7 @@ def assemble(
     meta: dict[str, Any] = {
         **pair.meta,
         "chat_template": settings.chat,
+        TEXTS: {prompt.id: prompt.digest for prompt in prompts},
         "sampling": {**settings.sampling.meta, "seed": settings.seed},
         "eos_token_ids": sorted(eos),
         "near_ties": {"below": NEAR_TIE, "count": int((margins < NEAR_TIE).sum())},
@@ -304,17 +319,10 @@ def assemble(
     return replace(trace, meta={**meta, **scored})
 
 
-def _context_limit(pair: Pair, wanted: int) -> int:
-    configs = [m.config.get_text_config() for m in (pair.target, pair.draft)]
-    # T5 has no last position.
-    limits = [getattr(config, "max_position_embeddings", None) or wanted for config in configs]
-    return int(min([wanted, *limits]))
-
-
 def _check_context(
     pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[torch.Tensor], new: int
 ) -> None:
-    room = _context_limit(pair, 1 << 62)
+    room, limit = min(context_of(model) for model in (pair.target, pair.draft))
     for prompt, ids in zip(prompts, encoded, strict=True):
         length = int(ids.shape[0])
         if length == 0:
@@ -325,5 +333,5 @@ def _check_context(
         elif length + new > room:
             raise DraftsimError(
                 f"prompt {prompt.id!r} of {length} tokens and {new} new ones exceed the pair's "
-                f"context of {room}: shorten it or lower --max-new-tokens"
+                f"{limit} of {room}: shorten it or lower --max-new-tokens"
             )

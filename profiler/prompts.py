@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from traces.acceptance.trace import Request
+from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 from traces.replay.quality import reference_number
 from traces.store.text import json_lines, read_text
+
+if TYPE_CHECKING:
+    from profiler.models.loading import Pair
+
+TEXTS = "prompt_texts"
+"""Provenance of a trace: `Prompt.digest` of what it was recorded on, by id."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,11 @@ class Prompt:
     code: CodeTask | None = None
     """Tests of the code that answers it; None if it asks for no code."""
 
+    @property
+    def digest(self) -> str:
+        """A short digest of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
 
 Item = TypeVar("Item", Prompt, Request)
 
@@ -60,7 +72,7 @@ def read_prompts(
     path = Path(path)
     text = read_text(path)
     prompts: dict[int, Prompt] = {}
-    if path.suffix in (".jsonl", ".json"):
+    if path.suffix.lower() in (".jsonl", ".ndjson", ".json"):
         for number, row in json_lines(path, text, "write one JSON object a line"):
             prompts[number] = _prompt(row, f"{path} line {number}", number)
     else:
@@ -106,6 +118,23 @@ def chosen_of(
         return kept
     depth = range(max(map(len, groups.values()), default=0))
     return [group[i] for i in depth for group in groups.values() if i < len(group)][:limit]
+
+
+def prompts_held(trace: Trace, prompts: Iterable[Prompt], pair: Pair) -> list[Prompt]:
+    """Return the prompts that `trace` was recorded on: id, category and text are the same."""
+    requests = {(r.id, r.category): r.prompt_ids for r in trace.requests}
+    texts, chat = trace.meta.get(TEXTS), bool(trace.meta.get("chat_template"))
+
+    def is_held(prompt: Prompt) -> bool:
+        key = prompt.id, prompt.category
+        if key not in requests:
+            return False
+        if texts is not None:
+            # Not by ids: a chat template may put the date into them.
+            return bool(texts.get(prompt.id) == prompt.digest)
+        return requests[key] == tuple(pair.encode(prompt.text, chat).tolist())
+
+    return [prompt for prompt in prompts if is_held(prompt)]
 
 
 def _prompt(row: Any, where: str, number: int) -> Prompt:

@@ -246,7 +246,7 @@ def test_a_target_without_exits_is_one_line(
 
 
 def test_heads_are_trained_for_a_target_that_has_none(
-    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from commands.profile.sources import HEADS, modules_of
     from profiler.models.loading import Pair
@@ -277,3 +277,8 @@ def test_heads_are_trained_for_a_target_that_has_none(
     made.clear()
     modules_of(pair, info, tmp_path, trace, texts)
     assert made == []
+    # So further texts to train on are refused, and those that cannot be read before any work.
+    sources = (*SMALL_PROFILE, "--out", tmp_path, "--exit-layers", "--heads-text")
+    assert "exit_heads has all heads: leave --heads-text out" in run(*sources, texts).refusal
+    assert "gone.txt: no such file" in run(*sources, tmp_path / "gone.txt").refusal
+    assert not (tmp_path / "run.json").exists()

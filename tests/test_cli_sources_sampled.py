@@ -110,6 +110,9 @@ def test_top_p_is_recorded_and_found_beside_the_trace(run: Run, small_run: Path)
         (("--temperature", 1, "--top-p", 1.5), "top-p is 1.5, expected"),
         (("--temperature", -1), "temperature is -1, expected a finite number"),
         (("--temperature", "nan"), "temperature is nan"),
+        (("--temperature", 1e-40), "temperature is 1e-40, expected a finite number from 1e-05"),
+        (("--temperature", 1, "--seed", 10**14), "--seed: expected a value less than or equal to"),
+        (("--temperature", 1, "--seed", -1), "--seed: expected a value greater than or equal to"),
     ],
 )
 def test_samplings_that_cannot_be_are_refused(

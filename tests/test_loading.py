@@ -7,11 +7,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, FalconForCausalLM
 
+from policies.core import speculate
+from policies.registry import parse_policy
+from profiler.decoding.single import ModelDecoder
 from profiler.models.loading import load_pair
+from profiler.models.runner import Runner
+from profiler.models.stack import LayerRunner
 from profiler.recording.run import BUNDLED, RunInfo, read_run, write_run
+from profiler.recording.trace import Recorder
+from tests import bundled
 from tests.conftest import Run
+from traces.acceptance.sampling import GREEDY, Sampling
 from traces.errors import DraftsimError
 
 CODE = """from pathlib import Path
@@ -68,6 +79,53 @@ def test_profile_refuses_code_in_one_line(
     assert "--trust-remote-code" in ran.refusal
     assert not marker.exists()
     assert not (tmp_path / "run").exists()
+
+
+def test_positions_that_take_no_mask_of_ours_are_one_line(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "draft")
+    config = FalconConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        alibi=True,
+    )  # fmt: skip
+    for part in (FalconForCausalLM(config), tokenizer):
+        part.save_pretrained(tmp_path)
+    with pytest.raises(DraftsimError, match="FalconForCausalLM with ALiBi positions takes no mask"):
+        load_pair(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, 0.9)], ids=lambda s: s.label)
+@pytest.mark.parametrize("longer", ["target", "draft"])
+def test_rows_that_one_table_has_alone_are_never_drawn(
+    tmp_path: Path, longer: str, sampling: Sampling
+) -> None:
+    folder = Path(shutil.copytree(bundled.folder() / longer, tmp_path / longer))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    rows = model.config.vocab_size
+    model.resize_token_embeddings(rows + 64)
+    with torch.no_grad():  # of these logits the largest is that of such a row most of the time
+        model.get_output_embeddings().weight[rows:].normal_(0, 3)
+    model.save_pretrained(folder)
+    padded = load_pair(**{n: bundled.folder() / n for n in ("target", "draft")} | {longer: folder})
+    assert padded.meta[longer]["vocab_size"] == rows + 64
+    # Early exits and heads read the layers' states by the same output head.
+    layers = LayerRunner(padded.target, 64)
+    assert layers.forward(torch.tensor([1, 2]), 0).shape == (2, rows)
+
+    ids, found = padded.encode("The cat sat on"), []
+    for pair in (bundled.pair(), padded):
+        runners = Runner(pair.target, 256), Runner(pair.draft, 256)
+        generator = torch.Generator().manual_seed(1)
+        recorder = Recorder(
+            *runners, max_new_tokens=16, max_gamma=6, sampling=sampling, generator=generator
+        )
+        columns = recorder.record(ids)
+        decoder = ModelDecoder(*runners, ids, 16, sampling=sampling, generator=generator)
+        rounds = list(speculate(decoder, parse_policy("fixed:gamma=3")))
+        found.append((columns, rounds, decoder.output))
+    (columns, *decoded), (again, *redecoded) = found
+    assert decoded == redecoded
+    for name, values in columns.items():
+        np.testing.assert_allclose(again[name], values, atol=1e-3)
 
 
 def test_a_chat_template_that_fails_is_one_line(tmp_path: Path, run: Run) -> None:

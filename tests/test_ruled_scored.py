@@ -58,6 +58,12 @@ def test_an_answer_of_another_type_is_refused(wrong: dict[str, Any], tmp_path: P
         read_prompts(path)
 
 
+@pytest.mark.parametrize("name", ["p.jsonl", "p.JSONL", "p.ndjson", "p.Json"])
+def test_json_lines_are_read_as_such_whatever_they_are_called(tmp_path: Path, name: str) -> None:
+    path = write_rows(tmp_path / name, [{"id": "x", "prompt": "a"}])
+    assert read_prompts(path) == [Prompt("x", "all", "a")]
+
+
 def test_categories_are_chosen_before_prompts_are_counted(tmp_path: Path) -> None:
     rows = [{"id": i, "prompt": "a", "category": "xyx"[i % 3]} for i in range(9)]
     path = write_rows(tmp_path / "p.jsonl", rows)
@@ -204,4 +210,4 @@ def test_a_category_is_decoded_again_beside_the_whole(run: Run, made: Made, tmp_
         ("", 1, 1), ("", 2, 1), ("method", 1, 1), ("method", 1, 1), ("reference", 1, 0),
     ]  # fmt: skip
     ran = run(*made.options, "--category", "maths", *rule)
-    assert (ran.code, "the recording has the categories" in ran.said) == (2, True)
+    assert (ran.code, "has the categories" in ran.said) == (2, True)

@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 
 from commands.validate import flow, spot_check
-from profiler.prompts import read_prompts
-from profiler.recording.run import LOCK, NAME, RunInfo, claimed, only_writer, read_run
+from profiler.prompts import TEXTS, read_prompts
+from profiler.recording.run import BUNDLED, LOCK, NAME, RunInfo, claimed, only_writer, read_run
 from tests.conftest import SMALL_PROFILE, Run
 from tests.forked import forked
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.files import read_latency, read_trace, write_latency, write_trace
 from traces.store.recordings import find_latency, find_trace
+
+RULE = ("--verify", "lossy-global", "--policy", "fixed:gamma=2")
+DRAWN = ("--temperature", "1")
 
 
 @pytest.fixture
@@ -205,6 +208,13 @@ def test_a_finished_folder_is_recorded_over_only_with_force(folder: Path, run: R
     assert "other options or prompts" in ran.refusal
     assert "--force" in ran.err
     assert {f.name: f.read_bytes() for f in folder.glob("*.parquet")} == before
+    # Nor does it go where what was asked for cannot be recorded.
+    ran = run(*SMALL_PROFILE, "--max-new-tokens", "5000", "--force", "--out", folder)
+    assert "exceed the pair's context of" in ran.refusal
+    assert {f.name: f.read_bytes() for f in folder.glob("*.parquet")} == before
+    ran = run(*SMALL_PROFILE, "--max-new-tokens", "5000", "--out", folder / "new")
+    assert "exceed the pair's context of" in ran.refusal
+    assert not (folder / "new").exists()
     # Only the stage that is missing is done again.
     (folder / "latency.parquet").unlink()
     assert run(*SMALL_PROFILE, "--out", folder).code == 0
@@ -217,6 +227,59 @@ def test_a_finished_folder_is_recorded_over_only_with_force(folder: Path, run: R
     assert read_trace(folder / "trace.parquet").max_gamma == 3
     assert not list(folder.glob("starts-*"))
     find_latency(folder)
+
+
+@pytest.mark.parametrize("digests", [True, False], ids=["new", "old"])
+def test_other_texts_of_the_same_ids_are_not_taken_for_the_recorded(
+    folder: Path, run: Run, tmp_path: Path, digests: bool
+) -> None:
+    trace = read_trace(folder / "trace.parquet")
+    assert trace.meta[TEXTS].keys() == {request.id for request in trace.requests}
+    if not digests:  # a recording from before they were kept
+        meta = {name: value for name, value in trace.meta.items() if name != TEXTS}
+        _with_trace(folder, replace(trace, meta=meta))
+    rows = [json.loads(line) for line in (BUNDLED / "prompts.jsonl").read_text().splitlines()]
+    file = tmp_path / "prompts.jsonl"
+    command = (*SMALL_PROFILE, "--prompts", file, "--out", folder)
+    kept = (folder / "trace.parquet").read_bytes()
+    for change in ("", "prompt", "category"):
+        changed = [{n: v + "!" * (n == change) for n, v in row.items()} for row in rows]
+        file.write_text("\n".join(map(json.dumps, changed)))
+        alone, decoded, sampled = run(*command), run(*command, *RULE), run(*command, *RULE, *DRAWN)
+        if not change:
+            assert "is finished and kept" in alone.ok().said
+            assert not {decoded.code, sampled.code} - {0}
+            (folder / "sampled.parquet").unlink()
+            continue
+        assert "was recorded on other texts or categories" in alone.refusal
+        assert "was not recorded on prompt" in decoded.refusal
+        assert "was not recorded on prompt" in sampled.refusal
+        assert not (folder / "sampled.parquet").exists()
+    assert (folder / "trace.parquet").read_bytes() == kept
+
+
+def test_options_of_a_finished_recording_are_not_ignored(folder: Path, run: Run) -> None:
+    pair = ("--target", "bundled", "--draft", "bundled", "--out", folder, "--prompts")
+    command = ("profile", "decode", *pair, "unused", *RULE)
+    for given, was in (
+        (("--max-new-tokens", 128), "with --max-new-tokens 10"),
+        (("--max-gamma", 3), "with --max-gamma 4"),
+        (("--chat",), "without it"),
+    ):
+        assert (
+            f"{given[0]}: {folder} is complete, and was recorded {was}"
+            in run(*command, *given).refusal
+        )
+    drawn = ("profile", "decode", *pair, SMALL_PROFILE[6], "--limit", 2, *RULE, *DRAWN)
+    run(*drawn, "--seed", 1).ok()
+    sampled = read_trace(folder / "sampled.parquet")
+    assert (sampled.requests[0].max_new_tokens, sampled.max_gamma) == (10, 4)
+    assert "was recorded with --seed 1: leave --seed out" in run(*drawn, "--seed", 0).refusal
+    run(*drawn).ok()
+    # Outputs of other prompts, which such a command once recorded.
+    other = [replace(request, id=f"other-{request.id}") for request in sampled.requests]
+    write_trace(replace(sampled, requests=other), folder / "sampled.parquet")
+    assert "which the trace lacks: remove that file" in run(*drawn).refusal
 
 
 def test_another_pair_does_not_get_the_folder(folder: Path) -> None:

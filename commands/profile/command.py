@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -13,7 +13,13 @@ import typer
 from commands.common import options
 from commands.engine.options import MeasuredEngine
 from commands.profile import recording
-from commands.profile.sources import check_layers, profile_drafters, profile_sources, split_drafters
+from commands.profile.sources import (
+    check_heads_text,
+    check_layers,
+    profile_drafters,
+    profile_sources,
+    split_drafters,
+)
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -126,7 +132,8 @@ class RecordedTexts:
             "reach this probability; 1 = from all."
         ),
     ] = 1.0
-    seed: Annotated[int, typer.Option(help="Seed of sampled outputs.")] = 0
+    # Every prompt has a seed of its own, which the generators take up to 2**63.
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of sampled outputs.")] = 0
     record_batch: Annotated[
         int,
         typer.Option(
@@ -164,6 +171,7 @@ def pair(
 
 
 def sources(
+    context: typer.Context,
     models: Models,
     texts: RecordedTexts,
     timing: TimedPasses,
@@ -208,21 +216,23 @@ def sources(
         raise DraftsimError(
             "no source is named: add --exit-layers, or a drafter with --source eagle:model=DIR"
         )
-    with _claimed(models, texts, timing, out, force) as job:
-        loaded = job.load()
-        check_layers(loaded, exit_layers)
+    if heads_text is not None:
+        check_heads_text(out, heads_text, force)
+    with _claimed(models, texts, timing, out, force, _given(context)) as job:
+        check_layers(job.pair, exit_layers)
         parts = ["early exits, heads, layer skip"] if exit_layers else []
-        recording.complete(replace(job, pair=loaded), [*parts, *(s.key for s in drafters)], force)
+        recording.complete(job, [*parts, *(s.key for s in drafters)], force)
         if exit_layers:
             profile_sources(
-                loaded, job.info, out, sources=others, text=heads_text,
+                job.pair, job.info, out, sources=others, text=heads_text,
                 repeats=timing.repeats,
             )  # fmt: skip
         if drafters:
-            profile_drafters(loaded, out, drafters, repeats=timing.repeats)
+            profile_drafters(job.pair, out, drafters, repeats=timing.repeats)
 
 
 def decode(
+    context: typer.Context,
     models: Models,
     texts: RecordedTexts,
     timing: TimedPasses,
@@ -273,13 +283,13 @@ def decode(
         raise DraftsimError("--memory and --split both give the rule a memory: choose one")
     if run_code:
         recording.check_code(out, texts.prompts, bool(again))
-    with _claimed(models, texts, timing, out) as job:
+    with _claimed(models, texts, timing, out, given=_given(context)) as job:
         runs = [f"{one.policy} under {one.rule}" for one in again]
         recording.complete(job, [*runs, *(["which code passes"] if run_code else [])])
         if again:
             recording.decode_again(job, again, memory, not job.settings.sampling.greedy)
         if run_code:
-            recording.score_code(out, texts.prompts)
+            recording.score_code(job)
 
 
 def latency(models: Models, timing: TimedPasses, out: RunOption) -> None:
@@ -339,8 +349,9 @@ def engine(
 
 @contextmanager
 def _claimed(
-    models: Models, texts: RecordedTexts, timing: TimedPasses, out: Path, force: bool = False
-) -> Iterator[recording.RecordingJob]:
+    models: Models, texts: RecordedTexts, timing: TimedPasses, out: Path, force: bool = False,
+    given: Collection[str] = (),
+) -> Iterator[recording.RecordingJob]:  # fmt: skip
     """Hold the run folder, and give what is to be recorded into it.
 
     Raises DraftsimError if the folder is another pair's, or another process writes there.
@@ -351,8 +362,14 @@ def _claimed(
     with only_writer(out):
         yield recording.RecordingJob(
             claimed(models.info, out, force), texts.prompts, out, settings, texts.limit,
-            categories=texts.category or [], max_context=timing.max_context,
+            categories=texts.category or [], max_context=timing.max_context, given=given,
         )  # fmt: skip
+
+
+def _given(context: typer.Context) -> set[str]:
+    """Return the parameters that a value was given for."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source and source.name != "DEFAULT"}
 
 
 def kept_name(name: str) -> str:

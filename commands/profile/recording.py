@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,9 +31,9 @@ SOURCES = ("*exits*", "*starts-*", "trees-*", "sampled")
 class RecordingJob:
     """The pair of `info`, what to record of it, and the run folder it goes to.
 
-    ``pair`` is that pair where it is loaded already; ``limit`` prompts are used, or all, of the
-    ``categories`` if any are named.  Latencies are measured at contexts that the recording reaches,
-    and up to ``max_context``.
+    ``limit`` prompts are used, or all, of the ``categories`` if any are named.  Latencies are
+    measured at contexts that the recording reaches, and up to ``max_context``.  ``given`` are the
+    parameters that the command line has values for.
     """
 
     info: RunInfo
@@ -41,9 +41,9 @@ class RecordingJob:
     out: Path
     settings: Settings
     limit: int | None = None
-    pair: Pair | None = None
     categories: Sequence[str] = ()
     max_context: int | None = None
+    given: Collection[str] = ()
 
     def texts(self) -> list[Prompt]:
         """Return the prompts, read from their file."""
@@ -51,9 +51,10 @@ class RecordingJob:
 
         return read_prompts(self.prompts, self.limit, self.categories)
 
-    def load(self) -> Pair:
-        """Return the pair, loaded unless it is."""
-        return self.info.load() if self.pair is None else self.pair
+    @cached_property
+    def pair(self) -> Pair:
+        """The pair, loaded when it is first asked for."""
+        return self.info.load()
 
 
 def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = False) -> None:
@@ -64,15 +65,22 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     """
     from profiler.checks.differences import answers_to, score
     from profiler.models.seq2seq import is_seq2seq
-    from profiler.profile import latency_options, profile_latency, profile_trace, trace_options
+    from profiler.profile import (
+        encoded_prompts,
+        latency_options,
+        profile_latency,
+        profile_trace,
+        trace_options,
+    )
+    from profiler.prompts import prompts_held
     from profiler.recording.run import begin, is_done
     from traces.acceptance.sampling import GREEDY
     from traces.store.files import read_trace
     from traces.store.parquet import read_meta
 
     out, settings = recording.out, recording.settings
-    texts, pair = recording.texts(), recording.load()
-    longest = max(len(pair.encode(text.text, settings.chat)) for text in texts)
+    texts, pair = recording.texts(), recording.pair
+    longest = max(map(len, encoded_prompts(pair, texts, settings)))
     sizes = longest, settings.max_new_tokens
     whole = settings.grid.reaching(*sizes)
     cut = settings.grid.covering(*sizes, recording.max_context or 0)
@@ -90,6 +98,12 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     if not settings.sampling.greedy:
         stages["sampled"] = settings
     kept = [n for n, s in stages.items() if is_kept(n, trace_options(pair, texts, s))]
+    for path in (out / f"{name}.parquet" for name in kept):
+        if prompts_held(read_trace(path), texts, pair) != texts:
+            raise DraftsimError(
+                f"{path} was recorded on other texts or categories than {recording.prompts} has: "
+                "name another --out, or --force to record over it"
+            )
     # A table of more cells will do: that of `profile latency`, or made for other draft sources.
     grids = settings.grid, cut, whole
     timed = is_kept("latency", *(latency_options(pair, replace(settings, grid=g)) for g in grids))
@@ -183,20 +197,36 @@ def complete(recording: RecordingJob, asked: Sequence[str], force: bool = False)
     """Profile the pair, unless its folder holds a finished profile and `force` is False.
 
     A finished profile is kept, with outputs sampled now where it lacks them; `asked` is what will
-    be recorded next.  Raises DraftsimError if it holds outputs sampled otherwise.
+    be recorded next.  Raises DraftsimError if an option that was given, or a prompt, is not that of
+    the finished profile.
     """
     from profiler.profile import profile_trace
+    from profiler.prompts import prompts_held
     from traces.store.files import read_trace
 
     out, drawn = recording.out, recording.settings.sampling
     if force or not all((out / f"{n}.parquet").is_file() for n in ("trace", "latency")):
         run_profile(recording, force, wide=True)
         return
+    trace = read_trace(out / "trace.parquet")
+    held: dict[str, Any] = {
+        "max_new_tokens": trace.requests[0].max_new_tokens, "max_gamma": trace.max_gamma,
+        "chat": bool(trace.meta.get("chat_template")),
+    }  # fmt: skip
+    _refuse_other(recording, held)
+    if recording.prompts.is_file():  # if all is recorded, the file may be gone
+        texts = recording.texts()
+        known = {text.id for text in prompts_held(trace, texts, recording.pair)}
+        if missing := [text.id for text in texts if text.id not in known]:
+            raise DraftsimError(
+                f"{out} is complete, and was not recorded on prompt {missing[0]!r} of "
+                f"{recording.prompts}: give the same prompts and --limit, or name another --out"
+            )
     if not drawn.greedy:
         asked = [f"outputs sampled at {drawn.label}", *asked]
     found = {path.stem for name in SOURCES for path in out.glob(f"{name}.parquet")}
     besides = f" (it also holds {', '.join(sorted(found))})" if found else ""
-    prompts = counted(len(read_trace(out / "trace.parquet").requests), "prompt")
+    prompts = counted(len(trace.requests), "prompt")
     note(
         f"{out} is complete: its trace of {prompts} and its latencies are kept{besides}; "
         f"recording what is missing of: {', '.join(asked)}"
@@ -204,16 +234,35 @@ def complete(recording: RecordingJob, asked: Sequence[str], force: bool = False)
     if drawn.greedy:
         return
     if (path := out / "sampled.parquet").is_file():
-        if (held := read_trace(path).sampling) != drawn:
+        made = read_trace(path)
+        if made.sampling != drawn:
             raise DraftsimError(
-                f"{out} holds outputs sampled at {held.label}: name another --out for "
+                f"{out} holds outputs sampled at {made.sampling.label}: name another --out for "
                 f"{drawn.options}"
+            )
+        _refuse_other(recording, {"seed": made.meta["sampling"].get("seed", 0)})
+        if other := {r.id for r in made.requests} - {r.id for r in trace.requests}:
+            raise DraftsimError(
+                f"{path} has outputs of prompt {min(other)!r}, which the trace lacks: remove that "
+                "file and repeat the command"
             )
         return
     texts = recording.texts()
     note(f"recording outputs sampled at {drawn.label} of {counted(len(texts), 'prompt')}")
     with progress_bar() as progress:
-        profile_trace(recording.load(), texts, recording.settings, out, progress)
+        profile_trace(recording.pair, texts, replace(recording.settings, **held), out, progress)
+
+
+def _refuse_other(recording: RecordingJob, held: Mapping[str, Any]) -> None:
+    """Raise DraftsimError if an option of `held` was given with another value than recorded."""
+    for name, value in held.items():
+        if name in recording.given and getattr(recording.settings, name) != value:
+            option = f"--{name.replace('_', '-')}"
+            was = "without it" if value is False else f"with {option} {value}"
+            raise DraftsimError(
+                f"{option}: {recording.out} is complete, and was recorded {was}: leave {option} "
+                "out, or name another --out"
+            )
 
 
 class RunToRecord(NamedTuple):
@@ -267,15 +316,16 @@ def decode_again(
     from profiler.checks.differences import answers_to
     from profiler.checks.interleaved import check_options, rule_conditions, unfinished
     from profiler.checks.spot_check import real_run, run_requests
-    from profiler.prompts import read_prompts
+    from profiler.prompts import prompts_held, read_prompts
     from traces.store.files import read_trace
     from traces.store.outputs import write_run
 
-    out, file = recording.out, recording.prompts
+    out, file, pair = recording.out, recording.prompts, recording.pair
     greedy = read_trace(out / "trace.parquet")
     everything = read_trace(out / "sampled.parquet") if sampled else greedy
     chosen, part = part_of(everything, recording.limit, recording.categories)
-    answers = answers_to(greedy, read_prompts(file) if file.is_file() else ())
+    texts = prompts_held(greedy, read_prompts(file), pair) if file.is_file() else ()
+    answers = answers_to(greedy, texts)
     planned = [_planned_run(job, chosen, memory) for job in wanted]
     if memory is None:
         planned = [job for job in planned if not _is_kept(out, *job[:2])]
@@ -283,7 +333,6 @@ def decode_again(
         return
     for one, trace, _ in planned:
         note(f"decoding {counted(len(trace.requests), 'prompt')} with {one.label}")
-    pair = recording.load()
     with progress_bar() as progress:
         for one, trace, calibrated_on in planned:
             task = progress.add_task(f"decoding {one.label}", total=len(trace.requests))
@@ -307,25 +356,29 @@ def decode_again(
 
 def check_code(out: Path, prompts: Path | None, decodes: bool) -> None:
     """Raise DraftsimError unless `--run-code` has outputs to run and tests to run them with."""
+    from profiler.prompts import read_prompts
     from traces.store.outputs import find_runs
 
     if not decodes and not (out.is_dir() and find_runs(out)):
         raise DraftsimError(
             f"--run-code: {out} has no outputs decoded under a rule: add --verify RULE"
         )
-    if prompts is None or not _tasks(prompts):
+    if prompts is None or not _tasks(read_prompts(prompts)):
         raise DraftsimError(
             f"--run-code: no prompt of {prompts} has tests: give unit_tests, or solution and "
             "mutant, to some (docs/profile.md)"
         )
 
 
-def score_code(out: Path, prompts: Path) -> None:
+def score_code(recording: RecordingJob) -> None:
     """Run the code of every output kept in the folder whose prompt has tests; keep which pass."""
     from profiler.checks.sandbox import judge
+    from profiler.prompts import prompts_held, read_prompts
+    from traces.store.files import read_trace
     from traces.store.outputs import find_runs, quality_of_code, read_run, write_outputs
 
-    tasks = _tasks(prompts)
+    out, trace = recording.out, read_trace(recording.out / "trace.parquet")
+    tasks = _tasks(prompts_held(trace, read_prompts(recording.prompts), recording.pair))
 
     @cache  # a rule seldom changes every text
     def passes(id: str, text: str) -> bool:
@@ -353,11 +406,9 @@ def score_code(out: Path, prompts: Path) -> None:
             )
 
 
-def _tasks(file: Path) -> dict[str, tuple[str, CodeTask]]:
-    """Return category and tests of the prompts of a file that have tests, by id."""
-    from profiler.prompts import read_prompts
-
-    return {p.id: (p.category, p.code) for p in read_prompts(file) if p.code is not None}
+def _tasks(prompts: Iterable[Prompt]) -> dict[str, tuple[str, CodeTask]]:
+    """Return category and tests of the prompts that have tests, by id."""
+    return {p.id: (p.category, p.code) for p in prompts if p.code is not None}
 
 
 def part_of(

@@ -41,6 +41,21 @@ def check_layers(pair: Pair, exits: bool) -> None:
         default_exit_layers(layers)
 
 
+def check_heads_text(out: Path, text: Path, force: bool) -> None:
+    """Raise DraftsimError if `text` cannot be read, or the folder has all heads already.
+
+    With `force` its heads are removed before any is trained.
+    """
+    from profiler.prompts import read_prompts
+
+    read_prompts(text)
+    if not force and not _absent(out / HEADS):
+        raise DraftsimError(
+            f"--heads-text: {out / HEADS} has all heads: leave --heads-text out to keep them, "
+            "remove that folder to train them again, or name another --out"
+        )
+
+
 def split_drafters(texts: Sequence[str], temperature: float) -> tuple[list[OnFeatures], list[str]]:
     """Return the drafters on features among sources given as text, and the others.
 
@@ -306,7 +321,7 @@ def modules_of(
     from profiler.sources.run import load_modules
 
     own = out / HEADS
-    absent = [name for name, file in FILES.items() if not (own / file).is_file()]
+    absent = _absent(own)
     shipped = shipped_heads(info.target)
     if len(absent) == len(FILES) and shipped is not None and text is None:
         return load_modules(shipped, pair.target)
@@ -315,9 +330,17 @@ def modules_of(
     return load_modules(own, pair.target)
 
 
+def _absent(own: Path) -> list[str]:
+    """Return the names of the modules that the folder lacks."""
+    from profiler.features.heads import FILES
+
+    return [name for name, file in FILES.items() if not (own / file).is_file()]
+
+
 def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Path | None) -> None:
     """Train the absent modules into `own`, each file whole or not at all."""
     from profiler.features.heads import FILES
+    from profiler.models.runner import context_of
     from profiler.models.stack import LayerRunner
     from profiler.prompts import read_prompts
     from profiler.train.heads import own_text, train_all
@@ -332,12 +355,11 @@ def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Pat
         )
         encoded = [prompt_tokens(trace, i) for i in range(len(trace.requests))]
     own.mkdir(parents=True, exist_ok=True)
-    limit = int(pair.target.config.get_text_config().max_position_embeddings)
     with progress_bar() as progress, tempfile.TemporaryDirectory(dir=own) as made:
         task = progress.add_task("training heads", total=len(absent) + 1)
         samples = own_text(pair.target, encoded)
         progress.advance(task)
-        runner = LayerRunner(pair.target, min(512, limit))
+        runner = LayerRunner(pair.target, min(512, context_of(pair.target)[0]))
         for name in absent:
             train_all(runner, samples, Path(made), [name])
             (Path(made) / FILES[name]).replace(own / FILES[name])
@@ -350,12 +372,12 @@ def timed_layers(pair: Pair, longest: int, modules: Modules | None = None) -> La
     ``modules``: those whose trees are timed are among them.
     """
     from profiler.latency.table import reaching
+    from profiler.models.runner import context_of
     from profiler.models.stack import LayerRunner
     from profiler.sources.latency import CONTEXTS, widest_pass
 
-    limit = int(pair.target.config.get_text_config().max_position_embeddings)
     slots = max(reaching(CONTEXTS, longest)) + widest_pass(modules or {})
-    return LayerRunner(pair.target, min(limit, slots))
+    return LayerRunner(pair.target, min(context_of(pair.target)[0], slots))
 
 
 def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:

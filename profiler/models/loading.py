@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,12 @@ def load_pair(
         _load(factory, path, "model", dtype=kind, attn_implementation="sdpa", **trust)
         for path in (target, draft)
     ]
+    for model in models:
+        if getattr(model.config, "alibi", False):
+            raise DraftsimError(
+                f"{type(model).__name__} with ALiBi positions takes no mask of four dimensions, "
+                "which recordings need: use a model with rotary or learned positions"
+            )
     if is_seq2seq(models[0]):
         check_same_start(*models)
     try:
@@ -165,7 +172,27 @@ def load_pair(
         "attention": "sdpa",
         **describe_device(where),
     }
+    _share_vocabulary(models)
     return Pair(models[0], models[1], tokenizers[0], meta)
+
+
+def _share_vocabulary(models: Sequence[Any]) -> None:
+    """Cut the logits of each model to the tokens that all have: the others are never drawn.
+
+    With one tokenizer, tables still differ in length where they are padded differently: Qwen2.5's
+    have 151,936 rows up to 3B and 152,064 from 7B on.
+    """
+    rows = min(model.get_output_embeddings().weight.shape[0] for model in models)
+    for model in models:
+        if model.get_output_embeddings().weight.shape[0] > rows:
+            # The pass itself stays as it is, since it is timed.
+            model.register_forward_hook(partial(_cut_logits, rows))
+            model.config.get_text_config().vocab_size = rows
+
+
+def _cut_logits(rows: int, model: Any, given: Any, out: Any) -> Any:
+    out.logits = out.logits[..., :rows]
+    return out
 
 
 def check_tokenizers(target: Any, draft: Any, target_name: str, draft_name: str) -> None:

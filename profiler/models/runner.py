@@ -133,6 +133,28 @@ class SlotCache(Cache):
                 yield from (b for b in (layer.keys, layer.values) if b is not None)
 
 
+NO_LIMIT = 1 << 62
+"""Context of a model whose configuration names no last position."""
+
+
+def context_of(model: Any) -> tuple[int, str]:
+    """Return the longest text that the passes here compute as the model does, and what limits it.
+
+    Here every token attends to all before it.  In a sliding or chunked window it does so only as
+    far as the window reaches.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    slides = getattr(config, "use_sliding_window", True)
+    windows = {
+        "sliding_attention": getattr(config, "sliding_window", None) if slides else None,
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    found = [(w, "attention window") for k, w in windows.items() if w and k in (kinds or windows)]
+    last = getattr(config, "max_position_embeddings", None) or NO_LIMIT
+    return min([(int(last), "context"), *found])
+
+
 class Runner:
     """Runs passes of one model over one sequence or a batch, any slots rewritten at will.
 
@@ -144,6 +166,7 @@ class Runner:
     """
 
     _attends_in_blocks = False
+    _limit = "context"
 
     def __init__(self, model: Any, slots: int, batch: int = 1) -> None:
         if batch < 1:
@@ -154,11 +177,10 @@ class Runner:
                 "it is profiled, replayed and validated with a draft model, one request at a time"
             )
         config = model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
         self.model = self.stack = model
         self._attends_in_blocks = config._attn_implementation == "sdpa"
         self.device = model.device
-        self.max_positions: int = limit or slots
+        self.max_positions, self._limit = context_of(model)
         self.vocab_size: int = config.vocab_size
         self.layers: int = config.num_hidden_layers
         self.cache = SlotCache(self.layers, slots, batch)
@@ -185,8 +207,8 @@ class Runner:
         room = min(self.max_positions, self.cache.slots)
         if length + max_new_tokens > room:
             raise DraftsimError(
-                f"a prompt of {length} tokens and {max_new_tokens} new ones exceed the context of "
-                f"{room}: shorten the prompt or lower --max-new-tokens"
+                f"a prompt of {length} tokens and {max_new_tokens} new ones exceed the "
+                f"{self._limit} of {room}: shorten the prompt or lower --max-new-tokens"
             )
 
     @torch.inference_mode()

@@ -135,7 +135,8 @@ class Seq2SeqRunner(Runner):
         self._positioned = position_setter(self.stack)
         # T5 has no last position: its biases are by distance.
         self.max_positions: int = getattr(model.config, "max_position_embeddings", None) or slots
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        rows = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size: int = min(rows, model.config.vocab_size)  # that of the pair may be shorter
         self.layers: int = decoder_layers(self.stack)
         self.cache = SlotCache(self.layers, slots)
         self.source: EncodedSource | None = None

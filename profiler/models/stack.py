@@ -71,7 +71,7 @@ class LayerRunner(Runner):
     def project(self, normed: Tensor) -> Tensor:
         """Return the output head alone: (tokens, hidden) -> (tokens, vocab)."""
         logits: Tensor = self._head(normed.to(self._head.weight.dtype))
-        return logits
+        return logits[..., : self.vocab_size]  # the draft model may have fewer tokens
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply final norm and output head: (tokens, hidden) -> (tokens, vocab)."""

@@ -8,6 +8,9 @@ from typing import Any
 
 from traces.errors import DraftsimError
 
+COLDEST = 1e-5
+"""Lowest temperature above 0; vLLM takes lower ones for greedy, since logits divided by them
+overflow."""
 HOTTEST = 1000
 """Highest temperature; from here on all tokens are as good as equally likely."""
 
@@ -31,10 +34,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= HOTTEST:
+        if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
             raise DraftsimError(
-                f"temperature is {self.temperature:g}, expected a finite number of at least 0 and "
-                f"at most {HOTTEST}"
+                f"temperature is {self.temperature:g}, expected a finite number from {COLDEST:g} "
+                f"to {HOTTEST}, or 0 for greedy decoding"
             )
         if not 0 < self.top_p <= 1:
             raise DraftsimError(f"top-p is {self.top_p:g}, expected above 0 and at most 1")

@@ -83,7 +83,7 @@ META: Mapping[str, tuple[Check, str]] = {
     ),
     **dict.fromkeys(
         ("sampling", "imputed", "versions", "tokenizer", "near_ties", "recording_s", "machine",
-         "models", "control_s", "baseline", "measured", "shapes"),
+         "models", "control_s", "baseline", "measured", "shapes", "prompt_texts"),
         (TABLE, "a table"),
     ),
     **dict.fromkeys(
