@@ -116,8 +116,8 @@ class Loads:
         return over_loads(
             base, table, arrivals=self.arrivals, process=self.process,
             concurrency=None if self.batch is None else options.batch_sizes("--batch", self.batch),
-            rate=None if self.rate is None else options.positive_numbers("--rate", self.rate),
-            scale=None if self.scale is None else options.positive_numbers("--scale", self.scale),
+            rate=None if self.rate is None else options.rates("--rate", self.rate),
+            scale=None if self.scale is None else options.rates("--scale", self.scale),
         )  # fmt: skip
 
 

@@ -377,6 +377,20 @@ def batch_sizes(option: str, text: str, most: int = MOST_BATCH) -> list[int]:
     return sizes
 
 
+RATES = (1e-6, 1e9)
+"""Least and largest rate: with less, simulated seconds are too many for a float to time a token."""
+
+
+def rates(option: str, text: str) -> list[float]:
+    """Return the rates or factors in `text`, as `positive_numbers`, within `RATES`."""
+    values = positive_numbers(option, text)
+    low, high = RATES
+    for value in values:
+        if not low <= value <= high:
+            raise DraftsimError(f"{option} holds {value:g}, expected {low:g} to {high:g}")
+    return values
+
+
 def positive_numbers(option: str, text: str, kind: type[int] | type[float] = float) -> list[float]:
     """Return the positive numbers in `text`, commas between; else DraftsimError names `option`."""
     try:
