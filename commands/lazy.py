@@ -80,6 +80,19 @@ def _answering(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _apart(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command`, which refuses to write one file twice, or a file that it reads."""
+
+    @wraps(command)
+    def run(*values: Any, **options: Any) -> None:
+        from commands.common.written import check_apart
+
+        check_apart(options)
+        command(*values, **options)
+
+    return run
+
+
 class _Loaded(Mapping[str, Any]):
     """Click's command of each name, made when it is asked for.
 
@@ -97,7 +110,7 @@ class _Loaded(Mapping[str, Any]):
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
             one = self.listed[name]
             function = configured(one.function()) if one.configured else one.function()
-            alone.command(name, cls=Sectioned)(_answering(bounded(function)))
+            alone.command(name, cls=Sectioned)(_answering(_apart(bounded(function))))
             made = self.made[name] = typer.main.get_command(alone)
             own = {option.lstrip("-") for param in made.params for option in param.opts}
 
