@@ -134,7 +134,7 @@ def sweep(
         typer.Option(
             "--tune",
             help="Instead, search the values in braces of every --policy on part of the prompts, "
-            "and judge the best on the others.",
+            "and judge the best and the policy's default on the others.",
         ),
     ] = False,
     plots: Annotated[
@@ -362,7 +362,8 @@ def _searched(
         span = "" if None in ends else f" ({' to '.join(map(three_digits, ends))})"
         best = "no policy is faster than no speculation"
         if first["speedup"] > 1 + 1e-12:
-            best = f"{first['policy']} is fastest, {three_digits(first['speedup'])}x no speculation"
+            name = first["policy"] + (" (the default)" if first["tried"] is None else "")
+            best = f"{name} is fastest, {three_digits(first['speedup'])}x no speculation"
             best += span
         note(f"{recording.said}: on held-out prompts {best}")
     emit("sweep", found, json, show=SEARCHED, out=out)
