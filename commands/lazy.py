@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from commands.common.configured import bounded, configured, expanded, read_config
+from commands.common.configured import LEFT_OUT, bounded, configured, expanded, read_config
 
 
 class Listed(NamedTuple):
@@ -168,8 +168,11 @@ class WithVerbs(TyperGroup):
         if (args and args[0].startswith("-") and args[0] not in helps) or not (args or completes):
             verb, chosen = self._chosen(self._given(args, completes))
             args = [verb, *self._translated(verb, args)]
+            ctx.meta[LEFT_OUT] = self.verbs[verb].left_out
         if args and args[0] in self.verbs and not completes and not helps & {*args}:
-            self._check(args[0], self._given(args), chosen)
+            left_out = ctx.meta.get(LEFT_OUT, ())
+            given = [option for option in self._given(args) if option not in left_out]
+            self._check(args[0], given, chosen)
         return super().parse_args(ctx, args)
 
     def _given(self, args: Sequence[str], completes: bool = False) -> list[str]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 def as_named(context: typer.Context, param: typer.CallbackParam, value: str) -> str:
     """Mark a recording that comes by default: a callback of the options that name one."""
     source = context.get_parameter_source(str(param.name))
+    in_file = context.default_map or {}
+    if source is not None and source.name == "ENVIRONMENT" and param.name in in_file:
+        return str(in_file[param.name])  # click asks the environment before a file of options
     if source is None or source.name != "DEFAULT":
         return value
     name = Defaulted(value)
