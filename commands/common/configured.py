@@ -237,7 +237,7 @@ def _parsed_yaml(text: str) -> Any:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """The safe loader, which tells only true, false and null from text."""
 
     kept = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
