@@ -460,7 +460,7 @@ def test_outputs_too_short_for_a_round_are_not_swept() -> None:
 
 def test_any_rate_can_be_planned_for(run: Run) -> None:
     done = run(
-        "capacity", *PLAIN, "--rate", "1e308", "--slo", "tpot=1s", "--replications", "1",
+        "capacity", *PLAIN, "--rate", "1e9", "--slo", "tpot=1s", "--replications", "1",
         "--max-batch", "1", "--max-replicas", "2", "--requests", "50",
     ).ok()  # fmt: skip
     assert "with the most replicas tried" in done.err
