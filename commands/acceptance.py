@@ -16,7 +16,7 @@ from commands.common.output import JsonOption, OutOption, emit, note, placed_as
 from commands.common.printed import print_table
 from traces.digits import counted, three_digits
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE
+from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +32,10 @@ def doctor(
     against: Annotated[
         str,
         typer.Option(
-            "--against", metavar="PROFILE", help="Acceptance to compare with, in the same forms."
+            "--against",
+            metavar="PROFILE",
+            envvar=TRACE_VARIABLE,
+            help="Acceptance to compare with, in the same forms.",
         ),
     ] = DEFAULT_TRACE,
     form: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import gc
+import io
 import os
 import re
 import signal
@@ -185,6 +186,7 @@ def options(
 
 def main() -> None:
     """Run the command line; bad input is one line on standard error and exit code 2."""
+    _open_streams()
     # Replays make millions of short-lived tuples and no cycles: a fifth of their time otherwise.
     gc.set_threshold(1_000_000, 20, 20)
     # At its end Python would walk through all that is left, more than once, to free what goes.
@@ -218,6 +220,16 @@ def main() -> None:
         finally:
             _end_workers()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_streams() -> None:
+    """Let printing fail neither where the streams are closed nor where they lack a character."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 @dataclass

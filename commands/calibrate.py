@@ -69,7 +69,9 @@ def calibrate(
     experts: ExpertsOption = None,
     noise: Annotated[
         float | None,
-        typer.Option(min=1e-4, help="Relative spread of a run's tokens/s, if you repeated runs."),
+        typer.Option(
+            min=1e-4, max=1.0, help="Relative spread of a run's tokens/s, if you repeated runs."
+        ),
     ] = None,
     level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
     out: Annotated[

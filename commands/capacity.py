@@ -41,7 +41,12 @@ def capacity(
     inputs: options.BatchInputs,
     policies: options.Policies,
     engine: options.EngineLimits,
-    rate: Annotated[float | None, typer.Option(help="Offered load, requests per second.")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=options.RATES[0], max=options.RATES[1], help="Offered load, requests per second."
+        ),
+    ] = None,
     arrivals: Annotated[
         Path | None,
         typer.Option(

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from commands.common.output import JsonOption, emit, note, placed_recording
+from commands.common.output import JsonOption, emit, note, placed_recording, placed_table
 from commands.common.printed import print_table
 from commands.common.progress import working
-from commands.common.written import BEGINS, TABLES, check_place
+from commands.common.written import TABLES
 from traces.acceptance.trace import UNKNOWN, Trace
 from traces.digits import counted
 from traces.errors import DraftsimError
@@ -26,6 +26,12 @@ from traces.store.operators import write_operators
 FORMATS = ", ".join([*IMPORTERS, AUTO])
 
 
+def _placed(path: Path | None) -> Path | None:
+    """Return `path` of a recording, or of counts where its suffix says so, if it can be written."""
+    counts = path is not None and path.suffix == ".json"
+    return (placed_table if counts else placed_recording)(path)
+
+
 def import_file(
     form: Annotated[str, typer.Argument(metavar="FORMAT", help=f"One of {FORMATS}.")],
     files: Annotated[
@@ -35,7 +41,7 @@ def import_file(
         Path | None,
         typer.Option(
             metavar="T",
-            callback=placed_recording,
+            callback=_placed,
             help="Trace or latency table to write; FILE.json if the log holds counts alone.",
         ),
     ] = None,
@@ -143,10 +149,9 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
     }  # fmt: skip
     lengths = _lengths(totals)
     more = {"counts": summary, "tokens_by_length": lengths}
-    if out is not None and out.suffix in TABLES and out.suffix != ".json":
+    if out is not None and out.suffix != ".json":
         raise DraftsimError(f"--out {out}: {form} made counts, and no trace: name a .json file")
     if out is not None:
-        check_place(out, BEGINS[".json"])
         emit("import", rows, str(out), more=more)
         note(f"wrote {out}")
     _say(totals.meta)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from commands.common.configured import bounded, configured, expanded, read_config
+from commands.common.configured import LEFT_OUT, bounded, configured, expanded, read_config
 
 
 class Listed(NamedTuple):
@@ -80,6 +80,19 @@ def _answering(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _apart(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command`, which refuses to write one file twice, or a file that it reads."""
+
+    @wraps(command)
+    def run(*values: Any, **options: Any) -> None:
+        from commands.common.written import check_apart
+
+        check_apart(options)
+        command(*values, **options)
+
+    return run
+
+
 class _Loaded(Mapping[str, Any]):
     """Click's command of each name, made when it is asked for.
 
@@ -97,7 +110,7 @@ class _Loaded(Mapping[str, Any]):
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
             one = self.listed[name]
             function = configured(one.function()) if one.configured else one.function()
-            alone.command(name, cls=Sectioned)(_answering(bounded(function)))
+            alone.command(name, cls=Sectioned)(_answering(_apart(bounded(function))))
             made = self.made[name] = typer.main.get_command(alone)
             own = {option.lstrip("-") for param in made.params for option in param.opts}
 
@@ -155,8 +168,11 @@ class WithVerbs(TyperGroup):
         if (args and args[0].startswith("-") and args[0] not in helps) or not (args or completes):
             verb, chosen = self._chosen(self._given(args, completes))
             args = [verb, *self._translated(verb, args)]
+            ctx.meta[LEFT_OUT] = self.verbs[verb].left_out
         if args and args[0] in self.verbs and not completes and not helps & {*args}:
-            self._check(args[0], self._given(args), chosen)
+            left_out = ctx.meta.get(LEFT_OUT, ())
+            given = [option for option in self._given(args) if option not in left_out]
+            self._check(args[0], given, chosen)
         return super().parse_args(ctx, args)
 
     def _given(self, args: Sequence[str], completes: bool = False) -> list[str]:

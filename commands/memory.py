@@ -28,7 +28,7 @@ def calibrate_memory(
     split: Annotated[
         float,
         typer.Option(
-            min=0.0, max=1.0, help="Share of the prompts of each category to calibrate on."
+            help="Share of the prompts of each category to calibrate on: above 0, at most 1."
         ),
     ] = 1.0,
     rest: Annotated[
@@ -54,6 +54,8 @@ def calibrate_memory(
     from traces.store.files import write_trace
     from traces.store.writing import write_atomically
 
+    if not 0 < split <= 1:
+        raise DraftsimError(f"--split is {split:g}, expected above 0 and at most 1")
     recording = load_recording(trace, None, by_ratio=True, one=False)
     if recording.source is not None:
         raise DraftsimError(
@@ -62,6 +64,8 @@ def calibrate_memory(
         )
     recorded = recording.trace
     train, others = split_requests(recorded, split)
+    if rest is not None and not others:
+        raise DraftsimError(f"--rest: no prompt is left with --split {split:g}: lower it")
     [(name, chosen)] = load_policies([policy], recorded, say=note)
     memory = calibrated(recorded.select(train), chosen, OnlineCorrectionMemory(capacity))
     write_atomically(out, memory.content())

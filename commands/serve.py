@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -27,7 +27,7 @@ from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
 from commands.common.written import TABLES, Shown, write_rows
 from traces.digits import counted, three_digits
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, FileError
 from traces.store.writing import only_writer
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ class Loads:
         return over_loads(
             base, table, arrivals=self.arrivals, process=self.process,
             concurrency=None if self.batch is None else options.batch_sizes("--batch", self.batch),
-            rate=None if self.rate is None else options.positive_numbers("--rate", self.rate),
-            scale=None if self.scale is None else options.positive_numbers("--scale", self.scale),
+            rate=None if self.rate is None else options.rates("--rate", self.rate),
+            scale=None if self.scale is None else options.rates("--scale", self.scale),
         )  # fmt: skip
 
 
@@ -326,6 +326,13 @@ def kept(
 
     table = out if out is not None and out.suffix in TABLES else None
     lines = rows_file(out)
+    if table is not None and lines is not None and lines.is_file():
+        with suppress(FileError):  # a damaged one says so when it is continued
+            if read_results(lines).complete:
+                raise DraftsimError(
+                    f"{lines}: holds finished results, which would be lost: name another file than "
+                    f"{out}, or remove it"
+                )
     with only_writer(table) if table is not None else nullcontext():
         try:
             yield
@@ -335,13 +342,23 @@ def kept(
                 rows = [restored(row) for row in read_results(lines).rows]
             if table is not None and rows:
                 write_as(rows, table, meta, caption, complete=False)
-            where = f" are in {out}, marked incomplete" if out is not None else " were finished"
-            note(f"stopped: {counted(len(rows), 'row')}{where}")
+            note(_stopped(len(rows), out))
             raise
         if table is not None:
             write_as(rows, table, meta, caption)
             if lines is not None:
                 lines.unlink(missing_ok=True)
+
+
+def _stopped(count: int, out: Path | None) -> str:
+    """Return how many rows a stopped run had finished, and where they are."""
+    if not count:
+        return "stopped: no row was finished"
+    rows = f"stopped: {counted(count, 'finished row')}"
+    if out is None:
+        return rows
+    marked = out.suffix not in TABLES or out.suffix == ".parquet"
+    return f"{rows} in {out}" + (", marked incomplete" if marked else "")
 
 
 def write_as(

@@ -24,10 +24,12 @@ from commands.common.output import (
 )
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
-from commands.common.written import TABLES, Shown, write_rows
+from commands.common.written import BEGINS, TABLES, Shown, check_place, check_suffix, write_rows
 from policies.registry import is_bound
 from traces.digits import three_digits
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, FileError
+from traces.store.parquet import kind_of
+from traces.store.writing import is_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -132,7 +134,7 @@ def sweep(
         typer.Option(
             "--tune",
             help="Instead, search the values in braces of every --policy on part of the prompts, "
-            "and judge the best on the others.",
+            "and judge the best and the policy's default on the others.",
         ),
     ] = False,
     plots: Annotated[
@@ -154,10 +156,18 @@ def sweep(
     from simulator.unmeasured import free_hosts, said_free, said_outside
     from simulator.whatif.breakeven import fastest, overview, thresholds
     from simulator.whatif.cells import Prices, fitting
-    from simulator.whatif.sweep import Sweep, parse_axis, write_thresholds
+    from simulator.whatif.sweep import Sweep, parse_axis, thresholds_path, write_thresholds
     from traces.latency.table import BATCH_FREE_SAID
     from traces.replay.calls import drafting_always
 
+    table_at = ends_at = None
+    if out is not None and (ladder or tune):
+        check_suffix(out)
+    elif out is not None:
+        table_at = out.with_suffix(".parquet") if out.suffix in TABLES else out
+        # No file belongs next to a device.
+        ends_at = None if is_device(table_at) else thresholds_path(table_at)
+        _check_places(out, table_at, ends_at)
     ratios = parse_axis(c, "c", low=0.0)
     carried = {"--gpu": inputs.gpu, "--weights": inputs.weights}
     by_ratio = bool(ratios) and not (ladder or tune) and all(v is None for v in carried.values())
@@ -209,20 +219,18 @@ def sweep(
     say_tilt(study)
     say_scaling(prices)
     say_calibrate((at.table for at in prices.tables), largest)
-    wanted = out
-    if out is not None and out.suffix in TABLES:
-        out = out.with_suffix(".parquet")  # what an interrupted sweep goes on from
     with progress_bar() as bar:
         task = bar.add_task(f"sweeping {study.rows} points", total=len(study.parts))
         frame = study.run(
-            options.chosen_executor(jobs, cluster), out=out,
+            options.chosen_executor(jobs, cluster), out=table_at,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
     fit, large = fitting(frame, prices, recorded)
     rows, ends = overview(fit), thresholds(fit)
-    if wanted is not None and wanted != out:
+    also = None if out == table_at else out
+    if also is not None:
         shown = Shown(rows.to_dict("records"), title, [n for n in SHOWN if n in rows])
-        write_rows(wanted, frame.to_dict("records"), "sweep", tables=lambda: [shown])
+        write_rows(also, frame.to_dict("records"), "sweep", tables=lambda: [shown])
     if recording.source is not None:
         rows["drafts"] = recorded.source
     best = fastest(fit)
@@ -241,14 +249,17 @@ def sweep(
 
     def printed() -> None:
         print_table(rows.to_dict("records"), [n for n in SHOWN if n in rows])
-        print_thresholds(ends, out)
+        print_thresholds(ends, ends_at)
 
     emit("sweep", rows, json, more=more, printed=printed)
-    if wanted is not None and wanted != out:
-        note(f"wrote {wanted}")
-    if out is not None:
-        points = write_thresholds(ends, out, study.description)
-        note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {points}")
+    if also is not None:
+        note(f"wrote {also}")
+    if table_at is not None:
+        said = f"wrote {len(frame)} rows to {table_at}"
+        if ends_at is not None:
+            write_thresholds(ends, table_at, study.description)
+            said += f" and {len(ends)} to {ends_at}"
+        note(said)
     say_untried(study, fit)
     for line in said_outside(fit[["policy", "batch", "context", "outside"]].to_dict("records")):
         note(f"{line}; {MEASURE_MORE}")
@@ -256,6 +267,19 @@ def sweep(
         note(line)
     if plots is not None:
         _draw(fit, plots, recording, prices, assumed)
+
+
+def _check_places(out: Path, table: Path, ends: Path | None) -> None:
+    """Raise FileError if the files of a sweep into `out` would replace something else."""
+    check_place(table, BEGINS[".parquet"])
+    for path in filter(None, (table if table != out else None, ends)):
+        # Not named by the user: it must be a sweep's own.
+        check_place(path, BEGINS[".parquet"])
+        if path.is_file() and path.stat().st_size and kind_of(path) not in ("sweep", "break-even"):
+            raise FileError(
+                f"{path}: is written, too, and holds something else than a sweep: name another "
+                "--out, or remove it"
+            )
 
 
 def _draw(
@@ -333,7 +357,8 @@ def _searched(
         span = "" if None in ends else f" ({' to '.join(map(three_digits, ends))})"
         best = "no policy is faster than no speculation"
         if first["speedup"] > 1 + 1e-12:
-            best = f"{first['policy']} is fastest, {three_digits(first['speedup'])}x no speculation"
+            name = first["policy"] + (" (the default)" if first["tried"] is None else "")
+            best = f"{name} is fastest, {three_digits(first['speedup'])}x no speculation"
             best += span
         note(f"{recording.said}: on held-out prompts {best}")
     emit("sweep", found, json, show=SEARCHED, out=out)
@@ -445,8 +470,8 @@ def _along(axis: str, values: list[object]) -> str:
     return f"{name} {' to '.join(ends)}"
 
 
-def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
-    """Print the table of `simulator.whatif.breakeven`, or some of its points."""
+def print_thresholds(rows: pd.DataFrame, path: Path | None) -> None:
+    """Print the table of `simulator.whatif.breakeven`, or some of its points; `path` has all."""
     from simulator.whatif.breakeven import VARYING, some_points
 
     if rows.empty:
@@ -457,7 +482,7 @@ def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
     title = "Where speedup is 1, with its interval over prompts"
     print_table(shown.to_dict("records"), [*columns, "adapting_most"], title)
     if len(shown) < len(rows):
-        where = "" if out is None else f" and in {out.stem}.breakeven.parquet"
+        where = "" if path is None else f" and in {path.name}"
         note(f"{len(shown)} of {len(rows)} break-even points shown; all with --json{where}")
 
 

@@ -9,6 +9,7 @@ that is no JSON, with one kind of error.  It is the only place of the project th
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 MOST_DEPTH = 64
@@ -24,8 +25,12 @@ class JSONError(ValueError):
     """A text that is no JSON, or is beyond the bounds; the message says why in a few words."""
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(
+    text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
     """Return the value of a JSON text; bytes are read as UTF-8.
+
+    ``pairs`` makes each object of its names and values; without it the last of two names counts.
 
     Raises JSONError if the text is no JSON, nests deeper than `MOST_DEPTH`, holds a whole number of
     more than `MOST_DIGITS` digits, or a text with half a surrogate pair, which no file can hold.
@@ -35,7 +40,7 @@ def parse_json(text: str | bytes) -> Any:
             text = text.decode("utf-8")
         # Both searches are quick, and hardly any text needs what they guard.
         long = _TOO_LONG in text.encode("utf-8").translate(_AS_ZEROS)
-        value = json.loads(text, parse_int=_whole if long else None)
+        value = json.loads(text, parse_int=_whole if long else None, object_pairs_hook=pairs)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:

@@ -326,3 +326,7 @@ def test_curve_on_the_command_line(tmp_path: Path, run: Run) -> None:
     own = run("curve", "bundled", "--given", "1,2", "--k", "4", "--json", "-").rows[0]
     assert own["inside"]
     assert json.dumps(own)
+
+
+def test_the_environment_names_what_a_server_is_compared_with(run: Run) -> None:
+    assert "against bundled" in run("doctor", "0.5,0.3").ok().out

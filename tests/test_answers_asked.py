@@ -96,6 +96,11 @@ RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
           'sglang-adaptive:config={"1":{"candidate_steps":[1],"ema_alph":0.5}}'),
          "no setting 'ema_alph'"),
         (("curve", "0.8", "--given", "1,2,3,4,5,6,7,8"), "name others with --k"),
+        (("calibrate-memory", "--out", "none.npz", "--split", "0"), "--split is 0"),
+        (("calibrate-memory", "--out", "none.npz", "--rest", "none.parquet"), "no prompt is left"),
+        (("serve", *PLAIN, "--rate", "1e-15"), "--rate holds 1e-15, expected 1e-06 to 1e+09"),
+        (("capacity", *PLAIN, "--rate", "1e308", "--slo", "ttft=1s"), "--rate: expected a value"),
+        (("simulate", "--latency", "const:target=1e308,draft=1"), "expected at most 1e+09 s"),
     ],
 )  # fmt: skip
 def test_an_option_without_effect_is_refused(words: tuple[str, ...], said: str, run: Run) -> None:
@@ -455,7 +460,7 @@ def test_outputs_too_short_for_a_round_are_not_swept() -> None:
 
 def test_any_rate_can_be_planned_for(run: Run) -> None:
     done = run(
-        "capacity", *PLAIN, "--rate", "1e308", "--slo", "tpot=1s", "--replications", "1",
+        "capacity", *PLAIN, "--rate", "1e9", "--slo", "tpot=1s", "--replications", "1",
         "--max-batch", "1", "--max-replicas", "2", "--requests", "50",
     ).ok()  # fmt: skip
     assert "with the most replicas tried" in done.err

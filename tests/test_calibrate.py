@@ -351,6 +351,15 @@ def test_no_draft_length_is_chosen_that_is_predicted_to_be_slower() -> None:
         assert row.k == 0 or row.speedup.value > 1
 
 
+def test_noisier_runs_widen_the_intervals() -> None:
+    runs, widths = read_benches([RESULTS]).runs, []
+    for noise in (None, 0.1, 0.3):
+        found = interval_of(calibrate(runs, noise=noise).tokens_per_s(4, 1), 0.8)
+        widths.append(found.high / found.low)
+    # Without it the misfit tells how far runs lie apart: about as far as with 10% of noise.
+    assert widths[2] > widths[1] > 0.95 * widths[0]
+
+
 def test_the_next_run_narrows_what_is_asked(server: ServerFit) -> None:
     """Measured at its prediction, it leaves narrower speedups than before, over all loads."""
     best = next_runs(server)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -224,6 +225,21 @@ def test_without_torch_simulate_check_and_serve_work(recorded: Path) -> None:
     assert done.returncode == 0, done.stderr
     for name in commands:
         assert f'"command": "{name}"' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("closed", "encoding", "said"),
+    [(">&-", "utf-8", ""), (">&- 2>&-", "utf-8", ""), ("", "ascii", "\\xb1")],
+)
+def test_printing_never_fails(closed: str, encoding: str, said: str) -> None:
+    """Neither where the streams are closed, nor where they lack a character."""
+    done = subprocess.run(
+        f"{sys.executable} -m draftsim list --columns {closed}", shell=True, cwd=ROOT,
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert said in done.stdout
 
 
 def test_importing_logs_of_other_tools(run: Run, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import pytest
 
 from commands.app import COMMANDS
 from commands.common.configured import bounded
-from commands.common.printed import cell_text, print_table
-from commands.common.written import write_rows
+from commands.common.printed import cell_text, console, print_table
+from commands.common.written import Shown, write_rows
 from commands.lazy import leaves
+from commands.simulate.table import _print as ranked_table
 from policies.registry import POLICIES, parse_policy
 from policies.rules.registry import RULES
 from tests.conftest import SMALL_PROFILE, Run
@@ -214,6 +215,18 @@ def test_no_number_is_cut_on_any_terminal(
             assert cell_text(name, row[name]) in shown.split()
         # Every block says which rows it is of.
         assert shown.split().count(str(row["batch"])) == shown.count("policy") > (width < 132)
+
+
+def test_a_terminal_too_narrow_for_a_number_wraps_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "12")
+    ranked = [{"policy": f"fixed:gamma={k}", "speedup": "1.23456789"} for k in (1, 2)]
+    ranked_table(console(), Shown(ranked, "t", ["policy", "speedup"]))
+    print_table([{"policy": f"fixed:gamma={k}", "tokens": 123456789 + k} for k in (1, 2)])
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("1.23456789", "123,456,790", "123,456,791"))
 
 
 def test_a_standard_error_is_no_percentage(capsys: pytest.CaptureFixture[str]) -> None:

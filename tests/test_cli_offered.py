@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands.app import COMMANDS
+from commands.common.configured import read_config
 from commands.lazy import leaves
 from tests.conftest import ROOT, Run
 
@@ -69,6 +70,12 @@ def test_a_file_switches_off_what_the_command_line_does(
         ("run.yaml", "- 1", "holds no names and values"),
         ("run.yaml", "out:", "out has no value: give one, or remove the line"),
         ("run.yaml", "requests: {a: 1}", "expected a value or list"),
+        ("run.yaml", "json: true", "json is true or false, expected a value"),
+        ("run.yaml", "rate: 1\nrate: 2", "rate comes twice"),
+        ("run.json", '{"rate": 1, "rate": 2}', "rate comes twice"),
+        ("run.yaml", "batch: 1\nconcurrency: 2", "batch and concurrency are one option"),
+        ("run.yaml", "trace: no-such-pair", "no-such-pair: no such file"),
+        ("run.yaml", "on: 1", "is no name"),
         ("run.yaml", "serve: {requests: 1}", "serve is no option: write options without a heading"),
         ("run.ini", "", "unknown suffix"),
         ("run.toml", "=", "is no TOML"),
@@ -81,6 +88,13 @@ def test_a_wrong_file_is_one_line(
     file.write_text(text)
     ran = run("serve", "--config", file)
     assert said in ran.refusal
+
+
+def test_numbers_of_a_file_are_read_as_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("acceptance: 1:1.8\nrate: [0.10, 2]\none-pass: yes\n")
+    found = {"acceptance": "1:1.8", "rate": ["0.10", "2"], "one-pass": True}
+    assert read_config(file) == found
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path, run: Run) -> None:

@@ -18,7 +18,7 @@ from commands.common import output
 from commands.common.columns import COLUMNS
 from commands.common.output import OutOption
 from commands.common.printed import OFF_TERMINAL, SPAN, heading
-from commands.common.written import TABLES
+from commands.common.written import OUTPUTS, TABLES
 from commands.engine import check
 from commands.lazy import leaves
 from commands.validate import engine, recorded
@@ -315,15 +315,106 @@ def test_tables_by_suffix(
 
 
 @pytest.mark.parametrize(("out", "said"), [("t.xyz", "the suffix"), ("no/t.csv", "no folder")])
+@pytest.mark.parametrize("command", ["simulate", "sweep --ladder", "sweep --tune"])
 def test_a_place_that_cannot_be_is_refused_at_once(
-    out: str, said: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    command: str, out: str, said: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def worked(*_: object, **__: object) -> None:
         raise AssertionError("it worked first")
 
     monkeypatch.setattr("commands.common.drafted.load_recording", worked)
-    ran = run("simulate", "--out", tmp_path / out)
+    ran = run(*command.split(), "--out", tmp_path / out)
     assert said in ran.refusal
+
+
+OTHERS = {
+    "notes.txt": b"my notes\n",
+    "my.csv": b"name,phone\n",
+    "lap.csv": b"caf\xe9,k\n",  # in Latin-1
+    "tab.parquet": b"PAR1",
+    "log.jsonl": b'{"question_id": 1}\n',
+}
+"""Files of somebody else."""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "calibrate {results} --out {results}/k0-c1.json", "calibrate {results} --out notes.txt",
+        "calibrate-memory --out m.npz --rest notes.txt", "simulate --out my.csv",
+        "serve --out lap.csv", "sweep --out notes.txt", "sweep --out tab.csv",
+        "import specbench log.jsonl --draft-lengths fixed:5 --out log.jsonl",
+        "import specbench my.csv --baseline log.jsonl --out log.jsonl",
+    ],
+)  # fmt: skip
+def test_files_of_others_are_not_overwritten(
+    line: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in OTHERS.items():
+        (tmp_path / name).write_bytes(content)
+    before = (RESULTS / "k0-c1.json").read_bytes()
+    assert "holds something else" in run(*line.format(results=RESULTS).split()).refusal
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == OTHERS
+    assert (RESULTS / "k0-c1.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("tune --engine vllm --out s.json --json ./s.json", "--out and --json would both write"),
+        ("export speculation-profile --out p.json --json p.json", "--out and --json would both"),
+        ("serve --out r.jsonl --timeline r.jsonl", "--out and --timeline would both"),
+        ("calibrate-memory --out m.npz --rest m.npz", "--out and --rest would both"),
+        ("serve --settings in.json --json in.json", "in.json: this command reads it, so --json"),
+        ("doctor 0.7 --against in.json#a --json in.json", "in.json: this command reads it"),
+        ("calibrate in.json@3 --json in.json", "in.json: this command reads it"),
+        ("calibrate-memory --trace . --out m.npz --rest trace.parquet", "trace.parquet: this"),
+    ],
+)
+def test_a_file_is_written_once_and_is_no_input(
+    line: str, said: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    held = {"in.json": b"{}\n", "trace.parquet": b"PAR1"}
+    for name, content in held.items():
+        (tmp_path / name).write_bytes(content)
+    assert said in run(*line.split()).refusal
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == held
+
+
+def test_every_option_that_is_written_is_known() -> None:
+    for name in COMMANDS:
+        for option, kind in hints(name).items():
+            callback = getattr([*typing.get_args(kind), None, None][1], "callback", None)
+            if getattr(callback, "__module__", "") == output.__name__:
+                assert option in OUTPUTS, (name, option)
+
+
+def test_our_own_tables_are_overwritten(synthetic_run: Path, tmp_path: Path, run: Run) -> None:
+    for name in ("serve", "sweep"):
+        for _ in range(2):
+            run(*commands(synthetic_run)[name], "--out", tmp_path / f"{name}.csv").ok()
+
+
+def test_a_sweep_writes_nothing_next_to_a_device(
+    synthetic_run: Path, tmp_path: Path, run: Run
+) -> None:
+    device = tmp_path / "nowhere"
+    device.symlink_to("/dev/zero")
+    run(*commands(synthetic_run)["sweep"], "--out", device).ok()
+    assert list(tmp_path.iterdir()) == [device]
+
+
+def test_finished_results_are_not_taken_for_rows_of_a_table(
+    synthetic_run: Path, tmp_path: Path, run: Run
+) -> None:
+    served = commands(synthetic_run)["serve"]
+    rows, table = tmp_path / "t.csv.jsonl", tmp_path / "t.csv"
+    run(*served, "--out", rows).ok()
+    before = rows.read_bytes()
+    assert "holds finished results" in run(*served, "--seed", 1, "--out", table).refusal
+    assert rows.read_bytes() == before
 
 
 SERVED = {

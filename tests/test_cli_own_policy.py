@@ -238,7 +238,7 @@ def test_a_policy_of_ones_own_is_swept_and_searched(
     rows = run(*command, "--policy", f"{file}:Careful", "--gamma", "1..3", "--jobs", 1).rows
     assert [r["policy"] for r in rows if "gamma=" in r["policy"]]
     rows = run(*command, "--policy", f"{file}:Careful:threshold={{0.1,0.3}}", "--tune").rows
-    assert rows[1]["policy"] == "mine.py:Careful"
+    assert rows[1]["policy"] == "mine.py:Careful:threshold=0.5"
 
 
 def test_what_a_study_is_of_changes_with_the_file(tmp_path: Path) -> None:

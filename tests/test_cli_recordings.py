@@ -302,7 +302,7 @@ def test_costs_of_other_models_are_remarked_on_below(command: tuple[object, ...]
 
 
 def test_the_first_line_says_where_an_engine_without_a_drafter_makes_drafts_free(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
     from tests.stand_in_engine import write_measured_engine
@@ -314,7 +314,6 @@ def test_the_first_line_says_where_an_engine_without_a_drafter_makes_drafts_free
     answer = " ".join(ran.out.split())
     assert answer.startswith("bundled (bundled 2.81M + draft model 0.638M in stand-in 1, cpu), at")
     assert ", where drafts cost nothing because the engine had no drafter: " in answer[:250]
-    monkeypatch.delenv("DRAFTSIM_TRACE")  # no recording is named
     plain = run("serve", "--latency", folder, "--policy", "autoregressive", "--prompt", 8,
                 "--output", 8, "--batch", 1, "--requests", 2).ok()  # fmt: skip
     assert "drafts cost nothing" not in plain.out + plain.err

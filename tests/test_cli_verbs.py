@@ -181,6 +181,15 @@ def test_a_file_of_options_chooses_a_verb_too(
         assert taken["recorded"] == ["a", "b"]
 
 
+def test_a_file_may_have_what_a_verb_leaves_out(
+    run: Run, taken: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("run: r\nbatch: 4\nno_assisted: true\n")
+    run("validate", "--config", config).ok()
+    assert taken["verb"] == "batch"
+
+
 def test_a_file_of_options_of_two_verbs_is_refused(run: Run, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("run: r\nengine: vllm\nbatch: 4\n")

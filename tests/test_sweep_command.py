@@ -250,7 +250,7 @@ def test_parameters_are_searched_on_other_prompts_than_they_are_judged_on(trace:
         "--trace", trace, "--latency", CONST, "--tune", "--policy", "fixed:gamma={1..8}",
         "--policy", "gammatune:gamma=2,eta={0.1,0.5}", "--resamples", "20",
     )  # fmt: skip
-    assert [row["policy"] for row in found[:2]] == ["autoregressive", "fixed"]
+    assert [row["policy"] for row in found[:2]] == ["autoregressive", "fixed:gamma=5"]
     best = found[2]
     assert best["policy"].startswith("fixed:gamma=")
     assert best["tried"] == 9  # eight lengths, and the setting it comes with
@@ -262,7 +262,14 @@ def test_parameters_are_searched_on_other_prompts_than_they_are_judged_on(trace:
         best["policy"].replace("gamma=", "gamma={") + "}", "--resamples", "20",
     )  # fmt: skip
     assert again[-1]["speedup"] == pytest.approx(best["speedup"])
-    assert found[3]["policy"] == "gammatune:gamma=2"
+    assert found[3]["policy"] == "gammatune:gamma=2,eta=0.3"
+    # What was asked for has a row, also where the default is faster.
+    slow = rows(
+        "--trace", trace, "--latency", CONST, "--tune", "--policy", "fixed:gamma={11,12}",
+        "--resamples", "20",
+    )  # fmt: skip
+    assert [row["policy"] for row in slow[1:]] == ["fixed:gamma=5", "fixed:gamma=11"]
+    assert slow[1]["train_speedup"] > slow[2]["train_speedup"]
 
 
 def test_search_space_tells_values_from_braces() -> None:

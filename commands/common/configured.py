@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,8 @@ import typer
 KINDS = (".yaml", ".yml", ".toml", ".json")
 CONFIGURED = "draftsim.configured"
 """Name under which a click context keeps the file of ``--config`` and what it set."""
+LEFT_OUT = "draftsim.left_out"
+"""Name under which it keeps the options that a file may have although the verb has none of them."""
 
 MOST_BATCH = 65_536
 """Requests that run at a time in one engine."""
@@ -123,7 +124,10 @@ def _taken(ctx: typer.Context, path: Path | None) -> Path | None:
     """Make a file's values the defaults of the command that is parsed."""
     if path is not None:
         known = {
-            option.lstrip("-"): (str(p.name), getattr(p, "multiple", False) or p.nargs == -1)
+            option.lstrip("-"): (
+                str(p.name), getattr(p, "multiple", False) or p.nargs == -1,
+                getattr(p, "is_flag", False),
+            )
             for p in ctx.command.params for option in getattr(p, "opts", ())
         }  # fmt: skip
         off = {
@@ -131,13 +135,19 @@ def _taken(ctx: typer.Context, path: Path | None) -> Path | None:
             for p in ctx.command.params for option in getattr(p, "secondary_opts", ())
         }  # fmt: skip
         called = ctx.token_normalize_func or str
-        found = {}
+        found: dict[str, tuple[str, Any]] = {}
         for name, value in read_config(path).items():
             option = called(name.replace("_", "-"))
-            if option in off and isinstance(value, bool):  # no-assisted: true
-                found[off[option]] = name, not value
-            else:
-                found[option] = name, value
+            if f"--{option}" in ctx.meta.get(LEFT_OUT, ()):
+                continue
+            is_off = option in off and isinstance(value, bool)  # no-assisted: true
+            option = off[option] if is_off else option
+            if option in found:
+                from traces.errors import DraftsimError
+
+                both = f"{found[option][0]} and {name}"
+                raise DraftsimError(f"{path}: {both} are one option: drop one")
+            found[option] = name, not value if is_off else value
         defaults = _defaults(found, known, path)
         ctx.default_map = dict(ctx.default_map or {}) | defaults
         ctx.meta[CONFIGURED] = path, defaults
@@ -155,11 +165,12 @@ def configured_in(error: Any) -> str:
 
 
 def _defaults(
-    found: Mapping[str, tuple[str, Any]], known: Mapping[str, tuple[str, bool]], path: Path
+    found: Mapping[str, tuple[str, Any]], known: Mapping[str, tuple[str, bool, bool]], path: Path
 ) -> dict[str, Any]:
     """Return values by parameter, as the command line would give them.
 
-    ``found`` are each option's name in the file and its value, by the option's own name.
+    ``found`` are each option's name in the file and its value, by the option's own name; ``known``
+    the parameter of each option, and if it may be given several times, or is a flag.
     """
     from difflib import get_close_matches
 
@@ -173,20 +184,21 @@ def _defaults(
             near = get_close_matches(option, known, 1)
             hint = f": did you mean {near[0]}?" if near else ""
             raise DraftsimError(f"{path}: {name} is no option of this command{hint}")
-        parameter, repeated = known[option]
+        parameter, repeated, flag = known[option]
         if isinstance(value, Mapping):
             raise DraftsimError(f"{path}: {name} holds names and values, expected a value or list")
         if value is None:
             raise DraftsimError(f"{path}: {name} has no value: give one, or remove the line")
-        each = [_text(v) for v in value] if isinstance(value, list) else [_text(value)]
-        defaults[parameter] = (
-            each if repeated else value if isinstance(value, bool) else ",".join(each)
-        )
+        values = value if isinstance(value, list) else [value]
+        if not flag and any(isinstance(one, bool) for one in values):
+            raise DraftsimError(f"{path}: {name} is true or false, expected a value")
+        each = [_text(one) for one in values]
+        defaults[parameter] = each if repeated else value if flag else ",".join(each)
     return defaults
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, (list, bool)) else str(value)
+    return f"[{','.join(map(_text, value))}]" if isinstance(value, list) else str(value)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -206,20 +218,52 @@ def read_config(path: Path) -> dict[str, Any]:
         if path.suffix == ".toml":
             found: Any = tomllib.loads(text)
         elif path.suffix == ".json":
-            found = parse_json(text)
+            found = parse_json(text, _unique)
         else:
-            import yaml
-
-            try:
-                found = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ValueError(" ".join(str(error).split())) from error
+            found = _parsed_yaml(text)
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: is no {path.suffix[1:].upper()} ({error}): mend it") from error
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise FileError(f"{path}: holds no names and values: write one `option: value` a line")
+    return found
+
+
+def _parsed_yaml(text: str) -> Any:
+    """Return the value of a YAML text, in which numbers and dates are text; else ValueError.
+
+    An option reads them as on the command line: to YAML, 1:1.8 is a number of minutes and seconds.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """The safe loader, which tells only true, false and null from text."""
+
+    kept = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in ways if tag in kept]
+        for first, ways in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_constructor(
+        "tag:yaml.org,2002:map",
+        lambda loader, node: _unique(loader.construct_pairs(node, deep=True)),
+    )
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return names and values as a mapping; ValueError if a name comes twice, or is no text."""
+    found: dict[Any, Any] = {}
+    for name, value in pairs:
+        if not isinstance(name, str):
+            raise ValueError(f"{name} is no name")
+        if name in found:
+            raise ValueError(f"{name} comes twice")
+        found[name] = value
     return found
 
 

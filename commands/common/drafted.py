@@ -64,7 +64,7 @@ def load_recording(
                 costs=bool(given) or by_ratio,
             )  # fmt: skip
             option = None
-        elif plain and given and isinstance(name, Defaulted):
+        elif plain and given and given_name(name) is None:
             made_up = True
             named, outputs = recording.plain_trace(sizes)
             option = None
@@ -94,8 +94,7 @@ def load_unpriced(name: str, source: str | None, chooses: str) -> Recording:
     """
     folder = folder_of(name)
     timed = folder is not None and (folder / "latency.parquet").is_file()
-    latency = None if timed else "const:target=1,draft=0.1"  # nothing is priced
-    return load_recording(name, latency, source, chooses=chooses)
+    return load_recording(name, None, source, chooses=chooses, by_ratio=not timed, one=False)
 
 
 def load_positions(

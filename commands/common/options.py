@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 def as_named(context: typer.Context, param: typer.CallbackParam, value: str) -> str:
     """Mark a recording that comes by default: a callback of the options that name one."""
     source = context.get_parameter_source(str(param.name))
+    in_file = context.default_map or {}
+    if source is not None and source.name == "ENVIRONMENT" and param.name in in_file:
+        return str(in_file[param.name])  # click asks the environment before a file of options
     if source is None or source.name != "DEFAULT":
         return value
     name = Defaulted(value)
@@ -375,6 +378,20 @@ def batch_sizes(option: str, text: str, most: int = MOST_BATCH) -> list[int]:
     if sizes[-1] > most:
         raise DraftsimError(f"{option} holds {sizes[-1]}, expected at most {most}")
     return sizes
+
+
+RATES = (1e-6, 1e9)
+"""Least and largest rate: with less, simulated seconds are too many for a float to time a token."""
+
+
+def rates(option: str, text: str) -> list[float]:
+    """Return the rates or factors in `text`, as `positive_numbers`, within `RATES`."""
+    values = positive_numbers(option, text)
+    low, high = RATES
+    for value in values:
+        if not low <= value <= high:
+            raise DraftsimError(f"{option} holds {value:g}, expected {low:g} to {high:g}")
+    return values
 
 
 def positive_numbers(option: str, text: str, kind: type[int] | type[float] = float) -> list[float]:

@@ -17,14 +17,13 @@ import typer
 from commands.common.printed import console, print_table, printable
 from commands.common.written import (
     BEGINS,
-    TABLES,
     Shown,
     check_folder,
     check_place,
+    check_suffix,
     document,
     write_rows,
 )
-from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def placed_as(*begins: bytes, recording: bool = False) -> Callable[[Path | None]
 
 placed = placed_as()
 """The callback of a file that may begin in any way."""
-placed_recording = placed_as(recording=True)
+placed_recording = placed_as(*BEGINS[".parquet"], recording=True)
 """The callback of a file that may hold a recording; `write_file` checks its kind."""
 
 
@@ -60,8 +59,8 @@ def placed_folder(path: Path | None) -> Path | None:
 
 
 def _placed_table(path: Path | None) -> Path | None:
-    if path is not None and path.suffix not in TABLES:
-        raise DraftsimError(f"--out {path}: the suffix is not one of {', '.join(TABLES)}")
+    if path is not None:
+        check_suffix(path)
     return placed_table(path)
 
 

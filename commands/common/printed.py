@@ -16,6 +16,7 @@ from types import MappingProxyType, NoneType
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -28,6 +29,8 @@ GAP = 2
 _WORD = r"(?>\[[^\]]*\]|[^:,])"
 OFF_TERMINAL = 100
 """Columns of a table that is not for a terminal."""
+UNBOUNDED = 100_000
+"""Columns of a console that no table fills."""
 WORD = 32
 """Characters that a column of words is left, at the least."""
 INDENT = 4
@@ -232,6 +235,15 @@ def _print_block(where: Console, title: str | None, table: Table) -> None:
     where.print()
     if title is not None:  # one of the table's own is folded to its width
         where.print(Text(printable(title), style="bold"))
+    print_whole(where, table)
+
+
+def print_whole(where: Console, table: Table) -> None:
+    """Print a table with all its columns, on a wider console if need be: the terminal wraps it."""
+    anywhere = where.options.update_width(UNBOUNDED)
+    needed = Measurement.get(where, anywhere, table).minimum
+    if needed > where.width:
+        where = console(width=needed, stderr=where.stderr)
     where.print(table)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,29 +13,33 @@ from typing import Any
 
 import pandas as pd
 
+from commands.common.columns import COLUMNS
 from commands.common.printed import cell_text, is_number_column, with_spans
 from policies.registry import is_bound
 from traces.errors import DraftsimError, FileError
 from traces.store.parquet import check_no_recording
 from traces.store.text import plain
-from traces.store.writing import write_atomically
+from traces.store.writing import is_device, write_atomically
 
 SCHEMA = 1
 
 TABLES = (".csv", ".tex", ".parquet", ".json")
 BEGINS = {".tex": (b"\\begin{tab",), ".parquet": (b"PAR1",), ".json": (b"{",)}
-"""How the content of a table's file begins, by suffix."""
+"""How the content of a table's file begins, by suffix; for CSV see `_is_our_csv`."""
+OUTPUTS = ("out", "json", "rest", "timeline", "markdown", "plot", "plots")
+"""Parameters of commands that name what is written."""
 
 
 def check_place(path: Path, begins: Sequence[bytes] = (), recording: bool = False) -> None:
     """Raise FileError if a file at `path` could not be written, so far as can be told.
 
     Nor may something else be lost: a file that is there must begin in one of the ways `begins`,
-    where any are given, and be no recording, unless a `recording` is to be written.
+    where any are given (a table's file in .csv: with columns of ours), and be no recording, unless
+    a `recording` is to be written.
     """
     if reason := _unwritable(path):
         raise FileError(f"{path}: cannot be written ({reason}): choose another place for it")
-    if begins and not _begins(path, begins):
+    if not (_begins(path, begins) if begins else path.suffix != ".csv" or _is_our_csv(path)):
         raise FileError(
             f"{path}: holds something else than this command writes: name another file, or remove "
             "it"
@@ -55,11 +60,58 @@ def _begins(path: Path, ways: Sequence[bytes]) -> bool:
     return not start or start.startswith(tuple(ways))
 
 
+def _is_our_csv(path: Path) -> bool:
+    """Return True if the file at `path` has a first line of our columns, or there is none."""
+    if not path.is_file():
+        return True
+    try:
+        with path.open(encoding="utf-8") as file:
+            names = file.readline().strip().split(",")
+    except OSError:  # it may be replaced, and not be read
+        return True
+    except UnicodeDecodeError:
+        return False
+    # The glossary has no columns that are written and never printed.
+    return names == [""] or (names[0] in COLUMNS and sum(name in COLUMNS for name in names) > 1)
+
+
+def check_apart(options: Mapping[str, Any]) -> None:
+    """Raise FileError if two `OUTPUTS` among `options` are one file, or one is read as well.
+
+    ``options`` are a command's values, by parameter.
+    """
+    written: dict[Path, str] = {}
+    for name in OUTPUTS:
+        if (value := options.get(name)) in (None, "-") or isinstance(value, bool):
+            continue
+        path = Path(os.path.realpath(str(value)))
+        if is_device(path):
+            continue
+        if path in written:
+            raise FileError(
+                f"{value}: --{written[path]} and --{name} would both write it: name two files"
+            )
+        written[path] = name
+    for name, value in options.items():
+        if name in OUTPUTS or not isinstance(value, (str, Path, list, tuple)):
+            continue
+        for text in map(str, value if isinstance(value, (list, tuple)) else [value]):
+            # Files may be a list in one text, with a draft length or part (FILE@K, FILE#CURVE).
+            parts = {text, *text.split(","), *re.split("[@#:]", text)[:1]}
+            for part in (*parts, os.path.join(text, "trace.parquet")):
+                path = Path(os.path.realpath(part))
+                if path in written and path.is_file():
+                    raise FileError(
+                        f"{part}: this command reads it, so --{written[path]} cannot write it: "
+                        "name another file"
+                    )
+
+
 def _unwritable(path: Path) -> str:
     """Return why no file can be written at `path`; empty if one can, so far as can be told."""
     if path.is_dir():
         return "it is a folder"
-    if path.exists() and not path.is_file():  # a device or a FIFO is written to, not replaced
+    if is_device(path):  # it is written to, not replaced
         return "" if os.access(path, os.W_OK) else "it may only be read"
     return _closed(Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent)
 
@@ -78,6 +130,12 @@ def _closed(folder: Path) -> str:
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} may only be read"
 
 
+def check_suffix(path: Path) -> None:
+    """Raise DraftsimError if the name of a table's file has another suffix than `TABLES`."""
+    if path.suffix not in TABLES:
+        raise DraftsimError(f"--out {path}: the suffix is not one of {', '.join(TABLES)}")
+
+
 def write_rows(
     path: Path,
     records: Sequence[Mapping[Any, Any]],
@@ -91,6 +149,7 @@ def write_rows(
     as they are printed, if there are any.  Raises DraftsimError for another suffix than `TABLES`,
     or a place that cannot be written to.
     """
+    check_suffix(path)
     if path.suffix in (".csv", ".parquet"):
         frame = pd.DataFrame([{k: _flat(v) for k, v in plain(r).items()} for r in records])
         as_csv = path.suffix == ".csv"
@@ -98,10 +157,8 @@ def write_rows(
     elif path.suffix == ".tex":
         shown = [Shown(records)] if tables is None else tables()
         content = "\n".join(_table(one) for one in shown if one.rows).encode()
-    elif path.suffix == ".json":
-        content = document(command, records, more).encode()
     else:
-        raise DraftsimError(f"--out {path}: the suffix is not one of {', '.join(TABLES)}")
+        content = document(command, records, more).encode()
     write_atomically(path, content)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from commands.common.options import as_named, batch_sizes, positive_numbers
+from commands.common.options import as_named, batch_sizes, rates
 from traces.errors import DraftsimError
 from traces.latency.schema import ENGINE_MODES
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
@@ -207,7 +207,7 @@ def named_loads(
     if kind:
         found |= {f"closed:{n}": ClosedLoop(n) for n in batch_sizes("--load", sizes)}
     if rate:
-        found |= {f"rate:{r:g}": Poisson(r) for r in positive_numbers("--rate", rate)}
+        found |= {f"rate:{r:g}": Poisson(r) for r in rates("--rate", rate)}
     if file:
         timed = ArrivalFile(file)
         _ = timed.read  # read now: refused before an engine is started

@@ -235,7 +235,7 @@ def _print(console: Any, table: Shown) -> None:
         if len(parts) == 1 or "verify" not in columns:
             break
     for i, names in enumerate(parts):
-        console.print(printed.drawn(
+        printed.print_whole(console, printed.drawn(
             {name: shown[name] for name in names}, {*names} - {*WORDS}, needed=needed,
             styles={"speedup": looks}, title_justify="left", title_style="",
             title=None if i else Text(printed.printable(table.title or ""), style="bold"),

@@ -337,6 +337,8 @@ class ServerFit:
     target: Target = ANY_TARGET
     width: float = WIDTH
     """Width of predicted speeds relative to the draws'."""
+    noise: float = 0.0
+    """Relative standard deviation of a run's tokens/s, which `misfit` then leaves out."""
     at_other: bool = False
     """True if acceptance is not that of the runs (`at_acceptance`)."""
 
@@ -505,9 +507,9 @@ class ServerFit:
         """Return output tokens per second of all requests, (draws,).
 
         With `noisy` these are speeds that a further run would measure: they include the model's
-        misfit, and the effect of other kernels or graphs for larger passes (`STEP`).  Their width
-        is scaled to that of real servers (`WIDTH`), or to the misfit of these runs if it is larger,
-        up to the width of the draws.
+        misfit, the runs' noise, and the effect of other kernels or graphs for larger passes
+        (`STEP`).  Their width is scaled to that of real servers (`WIDTH`), or to misfit and noise
+        of these runs if they are larger, up to the width of the draws.
         ``like`` is a run whose drafts stop early, which gives acceptance and draft passes.
         """
         emitted, verified = self.emitted(k), float(k)
@@ -528,9 +530,10 @@ class ServerFit:
         counted = k == 0 or k in self.known or like is not None
         unsure = 0.0 if counted else hazard.ANOTHER_RUN
         beyond = np.hypot(STEP * self._away(batch, verified), unsure)
-        spread = np.hypot(np.exp(self.draws[:, len(COSTS)]), beyond)
+        spread = np.hypot(np.exp(self.draws[:, len(COSTS)]), np.hypot(self.noise, beyond))
         speeds = speeds * np.exp(spread * noise)
-        width = min(1.0, self.width * max(1.0, self.misfit / MISFIT.median))
+        apart = math.hypot(self.misfit, self.noise) / MISFIT.median
+        width = min(1.0, self.width * max(1.0, apart))
         return np.asarray(np.median(speeds) ** (1 - width) * speeds**width)
 
     def _away(self, batch: int, verified: float) -> float:
@@ -604,7 +607,9 @@ def calibrate(
         return np.asarray(fit - 0.5 * np.square(hazard.gaps(x[:, HAZARDS], curve)).sum(axis=1))
 
     draws = hazard.draws_of(priors_of(target), likelihood)
-    return ServerFit(tuple(runs), passes, scale, draws, known, left_out, target)
+    return ServerFit(
+        tuple(runs), passes, scale, draws, known, left_out, target, noise=noise or 0.0
+    )  # fmt: skip
 
 
 def mean_lengths(runs: Sequence[ServerRun]) -> dict[int, float]:

@@ -53,7 +53,7 @@ from traces.errors import DraftsimError
 from traces.store.checkpoint import Checkpoint
 from traces.store.parquet import check_no_recording
 from traces.store.text import plain
-from traces.store.writing import only_writer, write_atomically
+from traces.store.writing import is_device, only_writer, write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 
@@ -181,7 +181,8 @@ class Sweep:
     ) -> pd.DataFrame:
         """Compute what is missing and return the table; with `out`, also as a Parquet file.
 
-        Finished parts lie in the folder ``<out>.parts`` until all are there.
+        Finished parts lie in the folder ``<out>.parts`` until all are there, unless `out` is a
+        device.
 
         Raises DraftsimError if a part fails (its parts so far are kept), or workers were lost and
         with them parts: begun again, the sweep computes those alone; or if another process sweeps
@@ -195,7 +196,9 @@ class Sweep:
     def _run(self, executor: Executor, out: str | Path | None, progress: Progress) -> pd.DataFrame:
         parts = self.parts
         key = "" if out is None else self._key()
-        kept = None if out is None else Checkpoint(Path(f"{out}.parts"), {"sweep": SCHEMA})
+        kept = None
+        if out is not None and not is_device(out):
+            kept = Checkpoint(Path(f"{out}.parts"), {"sweep": SCHEMA})
         done: dict[int, Columns] = {}
         if kept is not None:
             found = {i: kept.get(_named(part), key) for i, part in enumerate(parts)}
@@ -300,12 +303,17 @@ def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str,
     _write(table, path, "sweep", description)
 
 
+def thresholds_path(out: str | Path) -> Path:
+    """Return the path of the break-even points of a sweep whose file is `out`."""
+    return Path(out).with_suffix(".breakeven.parquet")
+
+
 def write_thresholds(rows: pd.DataFrame, out: str | Path, description: Mapping[str, Any]) -> Path:
     """Write `rows` of `breakeven.thresholds` next to the sweep's file; return the path.
 
     Raises FileError if the file cannot be written there.
     """
-    path = Path(out).with_suffix(".breakeven.parquet")
+    path = thresholds_path(out)
     _write(pa.Table.from_pandas(rows, preserve_index=False), path, "break-even", description)
     return path
 

@@ -11,7 +11,7 @@ import numpy as np
 from policies.core import DraftPolicy
 from policies.from_file import split_name
 from policies.registry import describe
-from policies.spec import as_text
+from policies.spec import as_text, split_items
 from simulator.chosen import load_policies
 from simulator.pricing import autoregressive, price
 from simulator.summary import price_all, summarize_runs, to_rows
@@ -36,11 +36,11 @@ def tune(
     """Search the parameters of `policy` (its text form) over `space`, name -> values.
 
     All combinations are tried but those that the policy refuses, on one half of the prompts
-    (`split_prompts`).  The setting the policy comes with is always among those tried, so that
-    tuning cannot lose in training.  Returns rows of `simulator.summary.summarize` on the prompts
-    held out: plain decoding, the policy as it was given, and the one of most tokens per second in
-    training, with ``tried``, the number of settings, and ``train_speedup``, its speedup there.
-    ``unpriced`` names what the table has no cells of.
+    (`split_prompts`), and the policy's default is tried, too.  Returns rows of
+    `simulator.summary.summarize` on the prompts held out: plain decoding, the default, and the
+    combination of most tokens per second in training, both named with their values of `space`.
+    ``train_speedup`` is the speedup in training, ``tried`` the number of settings.  ``unpriced``
+    names what the table has no cells of.
 
     Raises DraftsimError if the space is empty, a parameter is unknown, or no combination is
     possible.
@@ -70,17 +70,20 @@ def tune(
     speedups = [0.0] * len(candidates)
     for i, share in enumerate(found):
         speedups[i::count] = [plain / s for s in share]
-    tuned = candidates[int(np.argmax(speedups))]
-    compared = {describe(one): one for one in (candidates[0], tuned)}
+    best = 1 + int(np.argmax(speedups[1:]))
+    compared = {_named(candidates[i], space): candidates[i] for i in (0, best)}
     runs = price_all(list(replay_many(tested, compared)), latency)
     judged = to_rows(summarize_runs(runs, resamples=resamples, seed=seed))
-    told = {"tried": len(candidates), "train_speedup": max(speedups)}
-    blank = dict.fromkeys(told)
-    return [
-        {**row, **(told if row["policy"] == describe(tuned) else blank),
-         "unpriced": run.unpriced(latency)}
-        for row, run in zip(judged, runs, strict=True)
-    ]  # fmt: skip
+    told: dict[str, tuple[int | None, float]] = {
+        _named(candidates[0], space): (None, speedups[0]),
+        _named(candidates[best], space): (len(candidates), speedups[best]),
+    }
+    rows = []
+    for row, run in zip(judged, runs, strict=True):
+        tried, trained = told.get(row["policy"], (None, None))
+        both = {"tried": tried, "train_speedup": trained}
+        rows.append({**row, **both, "unpriced": run.unpriced(latency)})
+    return rows
 
 
 def tuned_rows(
@@ -108,6 +111,18 @@ def tuned_rows(
         found = tune(trace, latency, name, space, resamples=resamples, seed=seed, jobs=jobs)
         rows += found[1:] if rows else found
     return rows
+
+
+def _named(policy: DraftPolicy, space: Mapping[str, Sequence[Any]]) -> str:
+    """Return the text form of `policy` with its values of `space`, also where they are defaults."""
+    name, given = split_name(describe(policy))
+    known = {part.partition("=")[0] for part in split_items(given)}
+    inner = getattr(policy, "policy", policy)
+    values = [
+        f"{key}={as_text(getattr(inner, key))}"
+        for key in space if key not in known and hasattr(inner, key)
+    ]  # fmt: skip
+    return ":".join(filter(None, (name, ",".join(filter(None, (given, *values))))))
 
 
 def _make(

@@ -188,9 +188,14 @@ def read_meta(path: PathLike) -> dict[str, Any]:
     return meta if isinstance(meta, dict) else {}
 
 
+def kind_of(path: PathLike) -> str:
+    """Return the kind that draftsim wrote into a Parquet file's header; "None" if there is none."""
+    return str(_header_of(path).get("kind"))
+
+
 def check_no_recording(path: PathLike, but: str = "") -> None:
     """Raise FileError if `path` holds a recording of another kind than `but`."""
-    found = str(_header_of(path).get("kind"))
+    found = kind_of(path)
     if found in KINDS and found != but:
         raise FileError(f"{path}: holds {KINDS[found]}: name another file, or remove it")
 

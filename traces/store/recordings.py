@@ -157,6 +157,8 @@ def folder_of(name_or_path: PathLike, folder: Path = BUNDLED) -> Path | None:
     return path.parent if path != Path(name_or_path) else None
 
 
+MOST_SECONDS = 1e9
+"""Largest constant time: sums and ratios of larger ones could leave the range of a float."""
 OF_THE_TARGET = ("host_round", "host_draft", "signal", "judge", "judge_signals", "rollback",
                  "prefill", "pass", "layer", "head")  # fmt: skip
 """Phases that constant latencies may name."""
@@ -189,6 +191,10 @@ def parse_latency(text: str) -> LatencyTable:
         given[name] = decimal(value)
         if math.isnan(given[name]):
             raise DraftsimError(f"latency {text!r} gives {name}={value!r}, no number: {form}")
+        if given[name] > MOST_SECONDS:
+            raise DraftsimError(
+                f"latency {text!r} gives {name}={value}, expected at most {MOST_SECONDS:g} seconds"
+            )
         if name == "target" and not given[name] > 0:
             raise DraftsimError(f"latency {text!r} gives target={value}, expected > 0 seconds")
     if missing := [name for name in ("target", "draft") if name not in given]:

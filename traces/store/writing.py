@@ -130,6 +130,12 @@ class AtomicFile:
                 part.unlink(missing_ok=True)
 
 
+def is_device(path: str | os.PathLike[str]) -> bool:
+    """Return True for a device, FIFO or socket, which is written to and cannot be replaced."""
+    path = Path(path)
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
 def refused(path: str | os.PathLike[str], error: OSError) -> FileError:
     """Return the error that says that the file at `path` cannot be written, why, and what to do."""
     room = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
@@ -175,7 +181,7 @@ def only_writer(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises DraftsimError if another process writes it, with its name, or nothing can be written.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():
+    if is_device(path):
         yield
         return
     target = Path(os.path.realpath(path))
