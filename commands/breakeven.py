@@ -34,8 +34,8 @@ FIGURES = (".png", ".svg", ".pdf")
 
 
 def placed_figure(path: Path | None) -> Path | None:
-    """Return the callback of a figure's file: its suffix is told before any work is done."""
-    if path is not None and path.suffix not in ("", *FIGURES):
+    """Return the path of a figure; raise DraftsimError for a suffix that is not drawn."""
+    if path is not None and path.suffix.lower() not in ("", *FIGURES):
         raise DraftsimError(f"--plot {path}: the suffix is not one of {', '.join(FIGURES)}")
     return placed(path)
 

@@ -22,7 +22,6 @@ from commands.common.output import (
 )
 from commands.common.progress import working
 from commands.common.written import Shown
-from commands.serve import ONLY_PLAIN
 from policies.registry import is_bound
 from traces.digits import counted
 from traces.store.writing import only_writer
@@ -170,7 +169,7 @@ def headline(rows: Sequence[Row]) -> str:
     name = "no speculation" if best["policy"] == "autoregressive" else best["policy"]
     words = f"{load} take {_replicas(best['replicas'])}{span} with {name}"
     if all(row["policy"] == "autoregressive" or is_bound(row["policy"]) for row in rows):
-        return f"{words}; {ONLY_PLAIN}"
+        return f"{words}; name a policy to compare it with."
     if best["policy"] == "autoregressive":
         return f"{words}; no policy takes fewer."
     plain = next((row for row in rows if row["policy"] == "autoregressive"), None)

@@ -41,7 +41,6 @@ NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 MEAN = "(mean end-to-end latency)"
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
 """Latencies in the printed table, each with its statistic."""
-ONLY_PLAIN = "only no speculation was served: name a policy to compare it with."
 Row = Mapping[str, Any]
 
 
@@ -427,7 +426,7 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> 
     if not any(one.served for one in found):
         return "nothing was served at any of these loads."
     if all(one.policy is None for one in found):
-        return ONLY_PLAIN
+        return "only no speculation was served: name a policy to compare it with."
     if all(one.served and one.ratio <= 1 for one in found):
         best = max(found, key=lambda one: one.ratio)
         if not best.ratio:

@@ -198,7 +198,7 @@ class Run:
                 for name in ("ttft_s", "tpot_s", "e2e_s")
             },
             "itl_s": r.itl.summary,
-            "goodput_req_s": self._finished_rate(kept) * within.mean() if len(within) else math.nan,
+            "goodput_req_s": self._goodput(every) if len(within) else math.nan,
             "within_targets": float(within.sum()) / judged if judged else float("nan"),
             "ttft_target_s": scenario.ttft_target_s, "tpot_target_s": scenario.tpot_target_s,
             "mean_batch": r.batch.integral / each_s if each_s else 0.0,
@@ -219,9 +219,12 @@ class Run:
             "simulated_tokens": r.tokens, "elapsed_s": self.elapsed_s,
         }  # fmt: skip
 
-    def _finished_rate(self, kept: Mapping[str, Any]) -> float:
-        # By tokens: in a short interval, few requests finish.
-        return self.throughput / float(kept["tokens"].mean())
+    def _goodput(self, requests: Mapping[str, Any]) -> float:
+        """Return requests per second that finish within the targets, over throughput's interval."""
+        start_s, end_s, _ = self._measured()
+        finish_s = requests["finish_s"]
+        ends = (start_s < finish_s) & (finish_s <= end_s) & self.within(requests)
+        return float(ends.sum()) / (end_s - start_s) if end_s > start_s else math.nan
 
     def _measured(self) -> tuple[float, float, int]:
         """Start and end of the interval that throughput is measured over, and its tokens."""
