@@ -210,6 +210,7 @@ class Remeasured:
         pair, trace, modules = check.pair, check.trace, check.modules
         passes = kept.within("passes")
         grid = Grid() if trace.max_gamma is None else Grid().drafting(trace.max_gamma)
+        grid = grid.beginning(min(r.prompt_length for r in trace.requests))
         grid = grid.covering(*sizes_of(trace.requests))
         if modules is None:  # only the draft model drafts
             grid = grid.narrow()
