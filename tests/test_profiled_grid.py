@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,20 @@ def test_contexts_end_where_the_pairs_positions_do(
     assert "up to 999 tokens" in capsys.readouterr().err
     with pytest.raises(DraftsimError, match=r"1024 positions leave no room .* lower --max-gamma"):
         run_profile(replace(job, settings=replace(job.settings, grid=Grid().drafting(1000))))
+
+
+def test_generation_settings_that_are_not_followed_are_said(
+    job: RecordingJob, measured: list[Grid], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = Path(shutil.copytree(BUNDLED / "target", job.out / "target"))
+    config = json.loads((target / "generation_config.json").read_text())
+    config |= {"repetition_penalty": 1.3, "suppress_tokens": [5]}
+    (target / "generation_config.json").write_text(json.dumps(config))
+    run_profile(replace(job, info=replace(job.info, target=str(target))))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "change texts: repetition_penalty 1.3, suppress_tokens [5]" in said
+    about = read_trace(job.out / "trace.parquet").meta["target"]
+    assert about["ignored_generation_settings"]["repetition_penalty"] == 1.3
 
 
 def test_contexts_begin_at_the_shortest_prompt(job: RecordingJob, measured: list[Grid]) -> None:

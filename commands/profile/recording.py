@@ -64,6 +64,7 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     draft sources make them.
     """
     from profiler.checks.differences import answers_to, score
+    from profiler.models.loading import IGNORED
     from profiler.models.seq2seq import is_seq2seq
     from profiler.profile import (
         fitted,
@@ -103,6 +104,10 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     held = held_grid(pair, settings, read_meta(path)) if path.is_file() else settings.grid
     timed = is_kept("latency", latency_options(pair, replace(settings, grid=held)))
     begin(recording.info, out, force)
+    for role in ("target", "draft"):
+        if ignored := pair.meta[role].get(IGNORED):
+            named = ", ".join(f"{name} {value}" for name, value in ignored.items())
+            note(f"the {role}'s generation settings are not followed, which change texts: {named}")
     with progress_bar() as progress:
         for name in (n for n in stages if n not in kept):
             profile_trace(pair, texts, stages[name], out, progress)
