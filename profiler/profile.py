@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -41,6 +41,8 @@ from traces.store.files import write_latency, write_trace
 
 LEAST_PROMPTS = 4
 """Prompts that are recorded even if the time is over."""
+GRID = "grid"
+"""Provenance of a latency table: the points that it was measured at."""
 NEAR_TIE = 1e-3
 """Top-2 logit margins below this count as near-ties: in lower precision the other may win."""
 
@@ -67,17 +69,12 @@ class LatencyProfile:
     """
 
     def __init__(self, pair: Pair, grid: Grid, checkpoint: Checkpoint | None = None) -> None:
-        limits = [context_of(model)[0] for model in (pair.target, pair.draft)]
-        slots = min([max(grid.contexts) + grid.widest, *limits])
+        self._grid = grid = fitted(pair, grid)
+        slots = min(max(grid.contexts) + grid.widest, _positions(pair))
         self._pair, self._batched = pair, None
         self._short = pair.device.type == "cuda"
         self._runners = make_runner(pair.target, slots), make_runner(pair.draft, slots)
         target, draft = self._runners
-        if isinstance(target, Seq2SeqRunner) and isinstance(draft, Seq2SeqRunner):
-            self._grid = fitting_grid(grid, target, draft)
-        else:
-            contexts = [c for c in grid.contexts if c + grid.widest <= slots]
-            self._grid = replace(grid, contexts=contexts)
         single = self._short and not isinstance(target, Seq2SeqRunner)
         blocks = pass_blocks(target, draft, self._grid, short=single)
         if (largest := max(grid.batches, default=1)) > 1:
@@ -157,10 +154,31 @@ def profile_latency(
     latency = profile.table()
     progress.update(task, total=1, completed=1)
     done = digest_of(latency_options(pair, settings))
-    latency = replace(latency, meta={**latency.meta, DONE_WITH: done})
+    latency = replace(latency, meta={**latency.meta, DONE_WITH: done, GRID: asdict(grid)})
     write_latency(latency, folder / "latency.parquet")
     checkpoint.close()
     return latency
+
+
+def fitted(pair: Pair, grid: Grid) -> Grid:
+    """Return `grid` cut to the pair's positions; DraftsimError if nothing fits."""
+    return fitting_grid(grid, _positions(pair), is_seq2seq(pair.target))
+
+
+def _positions(pair: Pair) -> int:
+    """Return the positions that both models know."""
+    return min(context_of(model)[0] for model in (pair.target, pair.draft))
+
+
+def held_grid(pair: Pair, settings: Settings, meta: Mapping[str, Any]) -> Grid:
+    """Return the grid of a finished table with the provenance `meta`, if it holds the settings'.
+
+    The settings' own grid otherwise, as for a table that was measured under other conditions.
+    """
+    done = digest_of({"grid": meta.get(GRID), "meta": pair.meta})
+    if meta.get(DONE_WITH) == done and (held := Grid(**meta[GRID])).holds(settings.grid):
+        return held
+    return settings.grid
 
 
 def latency_options(pair: Pair, settings: Settings) -> dict[str, Any]:

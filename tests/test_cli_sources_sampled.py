@@ -61,6 +61,29 @@ def test_sampled_outputs_get_their_early_exits_and_their_row(run: Run, small_run
         assert f"sampled at T=1: name another --out for --temperature {said}" in refused.said
 
 
+def test_sampled_runs_are_priced_by_the_rounds_really_decoded(run: Run, small_run: Path) -> None:
+    from policies.lengths.basic import Fixed
+    from profiler.checks.spot_check import PlannedPolicy, run_requests
+    from profiler.recording.run import read_run
+    from simulator.pricing import price
+    from traces.store.engine_runs import read_measured
+    from traces.store.files import read_latency
+
+    assert profiled(run, small_run, "--temperature", 1).code == 0
+    found = run(
+        "validate", "--run", small_run, "--sampled", "--policy", "fixed:gamma=2", "--repeats", 2,
+        "--json", "-",
+    ).rows  # fmt: skip
+    assert [row["rounds_differ"] for row in found] == [None, None]
+    times = read_measured(small_run / "measured-sampled.parquet").times
+    # Every repeat writes the same texts.
+    assert (times.groupby(["policy", "request"])["rounds"].nunique() == 1).all()
+    trace, planned = read_trace(small_run / "sampled.parquet"), PlannedPolicy("two", Fixed(2))
+    log = run_requests(read_run(small_run).load(), trace, [planned], repeats=1).logs["two"]
+    priced = price(log, read_latency(small_run / "latency.parquet"))
+    assert found[1]["predicted_s"] == pytest.approx(priced.total_s)
+
+
 def test_top_p_is_recorded_and_found_beside_the_trace(run: Run, small_run: Path) -> None:
     from traces.store.recordings import recordings
 

@@ -139,7 +139,7 @@ def test_transformers_needs_the_predicted_number_of_target_passes(
     expected = log.per_request(np.ones(len(log)))
     for i, request in enumerate(trace.requests):
         prompt = torch.tensor(request.prompt_ids)
-        output, passes, _ = assisted_generation(pair, prompt, request.max_new_tokens, **settings)
+        output, passes = assisted_generation(pair, prompt, request.max_new_tokens, **settings)
         assert output == output_of(trace, i)
         assert passes == expected[i], request.id
 

@@ -128,7 +128,7 @@ def test_real_and_forced_runs_of_single_streams_and_batches(case: Case) -> None:
         assert set(both.times["batch"]) == {1, 2}
     run_requests(case.pair, case.sampled, planned, repeats=1)
     prompt = torch.tensor(case.greedy.requests[0].prompt_ids, device=CUDA)
-    tokens, passes, _ = assisted_generation(case.pair, prompt, 8, num_assistant_tokens=3)
+    tokens, passes = assisted_generation(case.pair, prompt, 8, num_assistant_tokens=3)
     assert len(tokens) == 8
     assert passes > 0
 

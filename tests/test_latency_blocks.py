@@ -246,8 +246,10 @@ def test_a_covering_grid_goes_on_to_the_context_asked_for() -> None:
     assert Grid().covering(62, 32, 10) == Grid().covering(62, 32)
 
 
-def test_batches_are_timed_to_the_longest_draft() -> None:
+def test_the_verification_of_the_longest_draft_is_timed() -> None:
     assert Grid().drafting(24) == Grid()
-    assert Grid().drafting(40).batch_widths == Grid().batch_widths
+    longer = Grid().drafting(40)
+    assert longer.widths == (*Grid().widths, 41)
+    assert longer.batch_widths == (*Grid().batch_widths, 41)
     assert Grid().drafting(8).batch_widths == (1, 2, 3, 5, 9)
     assert Grid().drafting(6).batch_widths == (1, 2, 3, 5, 7)

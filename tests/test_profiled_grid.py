@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ pytest.importorskip("torch")
 from commands.profile.recording import RecordingJob, complete, measure_latency, run_profile
 from profiler import profile
 from profiler.latency.table import Grid
-from profiler.profile import Settings, latency_options
+from profiler.profile import GRID, Settings, latency_options
 from profiler.recording.run import BUNDLED, DONE_WITH, RunInfo, digest_of
+from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.store.files import read_trace, write_latency
 
@@ -39,7 +42,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Grid]:
         table = LatencyTable.constant(1.0, 0.1)
         done = digest_of(latency_options(pair, settings))
         write_latency(
-            replace(table, meta={**table.meta, **pair.meta, DONE_WITH: done}),
+            replace(table, meta={**pair.meta, DONE_WITH: done, GRID: asdict(settings.grid)}),
             folder / "latency.parquet",
         )
 
@@ -90,3 +93,45 @@ def test_latencies_by_themselves_are_measured_over_the_whole_grid(
     assert len(measured) == 1
     measure_latency(job.info, job.out, Settings(grid=WHOLE), max_context=300)
     assert max(measured[-1].contexts) == 320
+    run_profile(job)  # so is one to the context asked for, and of longer drafts in batches
+    measure_latency(job.info, job.out, Settings(grid=Grid(batches=(1, 4))), max_context=300)
+    run_profile(job)
+    assert len(measured) == 3
+    with pytest.raises(DraftsimError, match="recorded with other options"):
+        run_profile(replace(job, max_context=600))
+
+
+def test_contexts_end_where_the_pairs_positions_do(
+    job: RecordingJob, measured: list[Grid], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_profile(replace(job, max_context=1020))  # the bundled pair has 1024 positions
+    assert max(measured[0].contexts) == 1019
+    said = " ".join(capsys.readouterr().err.split())
+    assert "contexts of up to 1019 tokens: after more the pair has no positions" in said
+    measure_latency(job.info, job.out, Settings(grid=Grid()), max_context=9000)
+    assert (max(measured[1].contexts), measured[1].prompts[-1]) == (999, 1024)
+    assert "up to 999 tokens" in capsys.readouterr().err
+    with pytest.raises(DraftsimError, match=r"1024 positions leave no room .* lower --max-gamma"):
+        run_profile(replace(job, settings=replace(job.settings, grid=Grid().drafting(1000))))
+
+
+def test_generation_settings_that_are_not_followed_are_said(
+    job: RecordingJob, measured: list[Grid], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = Path(shutil.copytree(BUNDLED / "target", job.out / "target"))
+    config = json.loads((target / "generation_config.json").read_text())
+    config |= {"repetition_penalty": 1.3, "suppress_tokens": [5]}
+    (target / "generation_config.json").write_text(json.dumps(config))
+    run_profile(replace(job, info=replace(job.info, target=str(target))))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "change texts: repetition_penalty 1.3, suppress_tokens [5]" in said
+    about = read_trace(job.out / "trace.parquet").meta["target"]
+    assert about["ignored_generation_settings"]["repetition_penalty"] == 1.3
+
+
+def test_contexts_begin_at_the_shortest_prompt(job: RecordingJob, measured: list[Grid]) -> None:
+    prompts = job.out / "prompts.txt"
+    prompts.write_text("def f\nThe quick fox\n")
+    run_profile(replace(job, prompts=prompts))
+    shortest = min(r.prompt_length for r in read_trace(job.out / "trace.parquet").requests)
+    assert shortest == measured[0].contexts[0] < 32

@@ -66,7 +66,7 @@ def test_code_is_run_when_asked_for_and_shown(
     rounds = ("simulate", "--rounds", folder, "--resamples", 5)
     assert "/greedy" not in run(*rounds).out
 
-    texts = [(WRONG, RIGHT), ("assert f() == 1", RIGHT), (RIGHT, RIGHT)]
+    texts = [(WRONG, RIGHT), ("assert f() == 1</s>", RIGHT), (RIGHT, RIGHT)]
     outputs = [
         replace(output, text=own, reference=greedy)
         for output, (own, greedy) in zip(recorded.outputs, texts, strict=True)

@@ -45,7 +45,7 @@ def test_right_code_passes_and_wrong_code_fails() -> None:
     assert judge(TASK, f"Here it is:\n```python\n{RIGHT}```\n") == CodeVerdict(True)
     assert judge(TASK, RIGHT.replace("2 *", "x *")) == CodeVerdict(False, "AssertionError: ")
     assert "does not define twice" in judge(TASK, "def double(x):\n    return 2 * x").said
-    assert "SyntaxError" in judge(TASK, "Here is a function that doubles:").said
+    assert "SyntaxError" in judge(TASK, "Here is a function that doubles:</s>").said
 
 
 def test_code_that_was_cut_off_counts_up_to_its_last_whole_statement() -> None:
@@ -54,6 +54,9 @@ def test_code_that_was_cut_off_counts_up_to_its_last_whole_statement() -> None:
     assert "SyntaxError" in judge(TASK, f"{begun}\n```").said
     assert "SyntaxError" in judge(TASK, f"{begun}<|im_end|>").said
     assert judge(TASK, f"```python\n{RIGHT.rstrip()}").passed
+    bare = begun.removeprefix("```python\n")
+    assert judge(TASK, bare).passed
+    assert "SyntaxError" in judge(TASK, f"{bare}</s>").said
     tests = "```python\nassert twice(3) == 6\nassert twice(-1) == -2\nassert twice(5) == 1"
     assert judge(GIVEN, tests).passed
     assert not judge(GIVEN, f"{tests}\n").passed
@@ -205,7 +208,7 @@ def test_written_tests_pass_if_they_tell_right_from_wrong(tests: str) -> None:
     ],
 )  # fmt: skip
 def test_written_tests_fail_otherwise(tests: str, said: str) -> None:
-    found = judge(GIVEN, tests)
+    found = judge(GIVEN, f"{tests}</s>")
     assert (found.passed, found.said[: len(said)]) == (False, said)
 
 

@@ -121,8 +121,8 @@ COLUMNS: dict[str, str] = {
     "profile_error": "error with the profile's own latencies",
     "profile_speedup_error": "error of the speedup with the profile's own latencies",
     "profile_busy_error": "error of busy seconds with the profile's own latencies",
-    "rounds_differ": "rounds that are not the predicted ones (in batches, sampled or recorded "
-    "runs: requests)",
+    "rounds_differ": "rounds that are not the predicted ones (in batches or recorded runs: "
+    "requests; empty where texts are sampled)",
     "iterations": "engine steps",
     "iterations_predicted": "engine steps predicted",
     "iterations_differ": "steps with other requests, drafts or prompt tokens than predicted",

@@ -15,6 +15,7 @@ from traces.errors import DraftsimError, FileError
 
 if TYPE_CHECKING:
     from profiler.checks.spot_check import PlannedPolicy
+    from profiler.latency.table import Grid
     from profiler.models.loading import Pair
     from profiler.profile import Settings
     from profiler.prompts import CodeTask, Prompt
@@ -64,9 +65,12 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     draft sources make them.
     """
     from profiler.checks.differences import answers_to, score
+    from profiler.models.loading import IGNORED
     from profiler.models.seq2seq import is_seq2seq
     from profiler.profile import (
         encoded_prompts,
+        fitted,
+        held_grid,
         latency_options,
         profile_latency,
         profile_trace,
@@ -80,11 +84,11 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
 
     out, settings = recording.out, recording.settings
     texts, pair = recording.texts(), recording.pair
-    longest = max(map(len, encoded_prompts(pair, texts, settings)))
-    sizes = longest, settings.max_new_tokens
-    whole = settings.grid.reaching(*sizes)
-    cut = settings.grid.covering(*sizes, recording.max_context or 0)
-    settings = replace(settings, grid=cut if wide else cut.narrow())
+    lengths = [len(ids) for ids in encoded_prompts(pair, texts, settings)]
+    sizes, grid = (max(lengths), settings.max_new_tokens), settings.grid.beginning(min(lengths))
+    cut = grid.covering(*sizes, recording.max_context or 0)
+    asked = cut if wide else cut.narrow()
+    settings = replace(settings, grid=fitted(pair, asked))
     if is_seq2seq(pair.target) and max(settings.grid.batches) > 1:
         raise DraftsimError(
             "--batch: encoder-decoder pairs are decoded one request at a time: use --batch 1"
@@ -105,14 +109,21 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
                 "name another --out, or --force to record over it"
             )
     # A table of more cells will do: that of `profile latency`, or made for other draft sources.
-    grids = settings.grid, cut, whole
-    timed = is_kept("latency", *(latency_options(pair, replace(settings, grid=g)) for g in grids))
+    path = out / "latency.parquet"
+    held = held_grid(pair, settings, read_meta(path)) if path.is_file() else settings.grid
+    timed = is_kept("latency", latency_options(pair, replace(settings, grid=held)))
     begin(recording.info, out, force)
+    for role in ("target", "draft"):
+        if ignored := pair.meta[role].get(IGNORED):
+            named = ", ".join(f"{name} {value}" for name, value in ignored.items())
+            note(f"the {role}'s generation settings are not followed, which change texts: {named}")
     with progress_bar() as progress:
         for name in (n for n in stages if n not in kept):
             profile_trace(pair, texts, stages[name], out, progress)
         if not timed:
-            if settings.grid != whole and recording.max_context is None:
+            if settings.grid.contexts != asked.contexts:
+                _say_cut(settings.grid)
+            elif asked != grid.reaching(*sizes) and recording.max_context is None:
                 note(
                     "latencies are measured as far as the recording reaches: contexts of up to "
                     f"{max(settings.grid.contexts)} tokens, passes over up to "
@@ -138,6 +149,14 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
         note(f"the target {score(pair, trace, answers)}")
 
 
+def _say_cut(grid: Grid) -> None:
+    """Say how far the latencies are measured of a pair that has no positions for more."""
+    note(
+        f"latencies are measured at contexts of up to {max(grid.contexts)} tokens: after more the "
+        f"pair has no positions for a pass over {grid.widest}"
+    )
+
+
 def measure_latency(
     info: RunInfo, out: Path, settings: Settings, max_context: int | None = None
 ) -> None:
@@ -148,7 +167,7 @@ def measure_latency(
     """
     from commands.profile.sources import remeasure
     from profiler.latency.table import sizes_of
-    from profiler.profile import profile_latency
+    from profiler.profile import fitted, profile_latency
     from traces.store.files import read_trace
 
     if not (out / "trace.parquet").is_file():
@@ -156,12 +175,12 @@ def measure_latency(
     again = " again" if (out / "latency.parquet").is_file() else ""
     note(f"the latencies of {out} are measured{again}, its recordings are kept")
     pair, requests = info.load(), read_trace(out / "trace.parquet").requests
-    sizes = sizes_of(requests)
-    grid = (
-        settings.grid.reaching(*sizes) if max_context is None
-        else settings.grid.covering(*sizes, max_context)
-    )  # fmt: skip
-    settings = replace(settings, grid=grid)
+    sizes, shortest = sizes_of(requests), min(r.prompt_length for r in requests)
+    grid = settings.grid.beginning(shortest)
+    asked = grid.reaching(*sizes) if max_context is None else grid.covering(*sizes, max_context)
+    settings = replace(settings, grid=fitted(pair, asked))
+    if settings.grid.contexts != asked.contexts:
+        _say_cut(settings.grid)
     with progress_bar() as progress:
         profile_latency(pair, settings, out, progress)
     remeasure(pair, info, out, repeats=settings.grid.repeats)

@@ -106,9 +106,9 @@ class BatchRuns(RealRuns):
         told = measured.times[["batch", "request"]].to_numpy()
         return measured.times[[(b, r) not in ids for b, r in told]].reset_index(drop=True)
 
-    def predicted(self, measured: Measured) -> pd.DataFrame:
+    def predicted(self, measured: Measured, latency: LatencyTable) -> pd.DataFrame:
         """Return the simulated groups."""
-        del measured
+        del measured, latency
         return self.groups
 
     def compared(self, rows: pd.DataFrame, measured: Measured, progress: Any) -> pd.DataFrame:

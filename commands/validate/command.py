@@ -86,7 +86,11 @@ def run(
     forced: ForcedOption = False,
     sampled: SampledOption = False,
     assisted: Annotated[
-        bool, typer.Option(help="Also run transformers' own assisted generation.")
+        bool,
+        typer.Option(
+            help="Also run transformers' own assisted generation, and compare its rounds: its "
+            "seconds contain the prompt's."
+        ),
     ] = True,
     remeasure: RemeasureOption = False,
 ) -> None:

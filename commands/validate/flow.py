@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
     from profiler.models.loading import Pair
     from profiler.sources.exits import Modules
-    from simulator.pricing import Priced
     from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
     from traces.store.checkpoint import Checkpoint
 
@@ -133,10 +134,12 @@ class RealRuns(ABC):
             "policy", key=lambda names: names.map(order), kind="stable", ignore_index=True
         )
 
-    def predicted(self, measured: Any) -> Any:
+    def predicted(self, measured: Any, latency: LatencyTable) -> Any:
         """Return the predictions that times are compared with."""
+        from simulator.pricing import price
+
         del measured
-        return self.expected
+        return [price(log, latency) for log in self.logs]
 
     def compared(self, rows: pd.DataFrame, measured: Any, progress: Any) -> pd.DataFrame:
         """Return `rows` with what their rounds and texts did."""
@@ -181,10 +184,10 @@ class RealRuns(ABC):
                 times = self.times(measured)
                 if again is not None:
                     task = progress.add_task("measuring the host's work", total=None)
-                    rows = again.compare(self.logs, times, self.expected, run)
+                    rows = again.compare(partial(self.predicted, measured), times)
                     progress.update(task, total=1, completed=1)
                 else:
-                    rows = compare(self.predicted(measured), times)
+                    rows = compare(self.predicted(measured, self.latency), times)
                 rows = with_machine(rows, self.latency, measured.machine)
                 rows = self.compared(rows, measured, progress)
             say_machine(self.latency, measured.machine, None if remeasure else self.remedy)
@@ -207,9 +210,11 @@ class Remeasured:
         from profiler.profile import LatencyProfile
         from profiler.sources.run import SourceLatency
 
+        self._latency, self._run = check.latency, check.given.run
         pair, trace, modules = check.pair, check.trace, check.modules
         passes = kept.within("passes")
         grid = Grid() if trace.max_gamma is None else Grid().drafting(trace.max_gamma)
+        grid = grid.beginning(min(r.prompt_length for r in trace.requests))
         grid = grid.covering(*sizes_of(trace.requests))
         if modules is None:  # only the draft model drafts
             grid = grid.narrow()
@@ -249,23 +254,23 @@ class Remeasured:
             self._sources.advance(share)
 
     def compare(
-        self, logs: Sequence[RoundLog], times: pd.DataFrame, expected: Sequence[Priced], run: Path
+        self, predicted: Callable[[LatencyTable], Any], times: pd.DataFrame
     ) -> pd.DataFrame:
-        """Return the rows of `simulator.validation.compare` from these latencies, kept in `run`.
+        """Return the rows of `simulator.validation.compare` from these latencies.
 
-        ``profile_error`` and ``profile_speedup_error`` are the errors of what was `expected`.
+        They are kept in the run folder.  ``profile_error`` and ``profile_speedup_error`` are the
+        errors with its other latencies.
         """
         from commands.profile.sources import with_sources
-        from simulator.pricing import price
         from simulator.validation import compare
         from traces.store.files import CHECKED, write_latency
 
         now = self._profile.table(passes_alone=self._sources is None)
         if self._sources is not None:
             now = with_sources(now, self._sources.cells())
-        rows = compare([price(log, now) for log in logs], times)
-        write_latency(now, run / CHECKED)
-        before = compare(expected, times)
+        rows = compare(predicted(now), times)
+        write_latency(now, self._run / CHECKED)
+        before = compare(predicted(self._latency), times)
         return rows.assign(
             profile_error=before["error"], profile_speedup_error=before["speedup_error"]
         )

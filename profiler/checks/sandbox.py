@@ -51,11 +51,11 @@ def code_of(text: str) -> tuple[str, bool]:
     ('x = 1\\n', False)
     """
     whole = _SPECIAL.sub("", text)
+    endless = whole == text  # the token limit ended it
     for tag, code, end in _BLOCK.findall(whole):
         if tag.lower() in PYTHON:
-            cut = not end and whole == text  # no end of the block, nor of the text
-            return dedent(code), cut
-    return whole, False
+            return dedent(code), endless and not end
+    return whole, endless
 
 
 def judge(task: CodeTask, text: str) -> CodeVerdict:

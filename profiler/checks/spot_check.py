@@ -178,8 +178,11 @@ class DraftModel:
     def __call__(
         self, run: PlannedPolicy, i: int, repeat: int, rule: VerifyRule | None
     ) -> ModelDecoder:
-        """Return a decoder after the prefill of request `i`; every repeat draws its own numbers."""
-        del run
+        """Return a decoder after the prefill of request `i`; every repeat draws the same numbers.
+
+        So it samples the same text, and its seconds are those of the same work.
+        """
+        del run, repeat
         trace = self._trace
         if self._forced:
             return ForcedDecoder(self.target, self.draft, trace, i)
@@ -189,7 +192,7 @@ class DraftModel:
         prompt = torch.tensor(info.prompt_ids, device=self._pair.device)
         return ModelDecoder(
             self.target, self.draft, prompt, info.max_new_tokens, self._pair.eos,
-            sampling=trace.sampling, generator=self._generator.manual_seed(repeat * 7919 + i),
+            sampling=trace.sampling, generator=self._generator.manual_seed(i),
             first=trace.first, run_lengths=runs, rule=rule,
         )  # fmt: skip
 
@@ -312,8 +315,8 @@ def real_run(
 
 def assisted_generation(
     pair: Pair, prompt: torch.Tensor, max_new_tokens: int, **settings: Any
-) -> tuple[list[int], int, float]:
-    """Run transformers' own assisted generation: return (output ids, target passes, wall seconds).
+) -> tuple[list[int], int]:
+    """Run transformers' own assisted generation: return (output ids, target passes).
 
     ``settings`` go to the draft's generation config: ``num_assistant_tokens``,
     ``num_assistant_tokens_schedule``, ``assistant_confidence_threshold``.
@@ -330,7 +333,7 @@ def assisted_generation(
         setattr(config, name, value)
     handle = pair.target.register_forward_pre_hook(count)
     try:
-        with torch.inference_mode(), timed(pair.device) as seconds:
+        with torch.inference_mode():
             out = pair.target.generate(
                 input_ids=prompt[None],
                 attention_mask=torch.ones_like(prompt)[None],
@@ -344,7 +347,7 @@ def assisted_generation(
             setattr(config, name, value)
     # An encoder-decoder's sequence begins with its start token, not with the prompt.
     fed = len(decoder_prefix(pair.target)) if is_seq2seq(pair.target) else prompt.shape[0]
-    return out[0, fed:].tolist(), passes, seconds()
+    return out[0, fed:].tolist(), passes
 
 
 def groups_of(requests: int, batch: int) -> list[range]:

@@ -152,9 +152,12 @@ def measure_batch_host(
 ) -> pd.DataFrame:
     """Measure seconds per iteration and per batched draft step outside the models, by a linear fit.
 
-    The real loop decodes `tokens` tokens a sequence, both models replaced by ones that do
-    nothing; one row per phase and batch above 1, named ``host_round`` and ``host_draft``.
+    The real loop decodes `tokens` tokens a sequence, fewer where the caches are smaller, both
+    models replaced by ones that do nothing; one row per phase and batch above 1, named
+    ``host_round`` and ``host_draft``.
     """
+    room = min(target.cache.slots, target.max_positions, draft.cache.slots, draft.max_positions)
+    tokens = min(tokens, room - 4)
     idle, watch, again = (_idle(target), _idle(draft)), Stopwatch(target.device), Repeats()
 
     def run(batch: int, gamma: int) -> tuple[Timing, list[int]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from profiler.decoding.single import DraftStep, ModelToken
 from profiler.features.heads import ExitHeads
-from profiler.latency.table import FIRST_WIDTHS, Block, Grid, Step, rows_of
+from profiler.latency.table import FIRST_WIDTHS, Block, Grid, Step, rows_of, up_to
 from profiler.machine import Repeats, Stopwatch, Timing
 from profiler.models.graphs import captured
 from profiler.models.runner import Runner
@@ -133,25 +133,23 @@ def passes_of(runner: Runner, grid: Grid, batch: int = 1, filled: bool = False) 
     return BatchPasses(runner, grid, batch, filled)
 
 
-def fitting_grid(grid: Grid, *runners: Seq2SeqRunner) -> Grid:
-    """Return the points of `grid` whose halves, and passes after them, fit the models' positions.
+def fitting_grid(grid: Grid, room: int, seq2seq: bool = False) -> Grid:
+    """Return `grid` cut to contexts after which its widest pass fits a pair's `room` positions.
 
-    Raises DraftsimError if batches are asked for, or nothing fits.
+    An encoder-decoder has half of a context on either side (`Seq2SeqPasses`).
+
+    Raises DraftsimError if it is to decode batches, or nothing fits.
     """
-    if max(grid.batches, default=1) > 1:
+    if seq2seq and max(grid.batches, default=1) > 1:
         raise DraftsimError("encoder-decoder pairs are decoded one request at a time: use batch 1")
-    room = min(min(r.max_positions, r.cache.slots) for r in runners)
-    fitting = replace(
-        grid,
-        contexts=[c for c in grid.contexts if c - c // 2 + grid.widest <= room],
-        prompts=[n for n in grid.prompts if n <= room],
-    )
-    if not fitting.contexts or not fitting.prompts:
+    last = (room - grid.widest) * (2 if seq2seq else 1)
+    if last < min(grid.contexts):
         raise DraftsimError(
             f"the pair's {room} positions leave no room for a context of {min(grid.contexts)} and "
-            f"a pass of {grid.widest} tokens: measure a pair with longer contexts"
+            f"a pass of {grid.widest} tokens: lower --max-gamma, or measure a pair with longer "
+            "contexts"
         )
-    return fitting
+    return replace(grid, contexts=up_to(grid.contexts, last), prompts=up_to(grid.prompts, room))
 
 
 def pass_blocks(

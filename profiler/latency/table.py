@@ -58,12 +58,22 @@ class Grid:
     def drafting(self, longest: int) -> Grid:
         """Return the grid of a draft model whose drafts have up to `longest` tokens.
 
-        Batches verify no longer ones.
+        Their verification is measured at every batch size.  Batches have no wider passes.
         """
-        if max(self.batch_widths) <= longest:
-            return replace(self, longest=longest)
+        further = (longest + 1,) if max(self.widths) <= longest else ()
         within = [w for w in self.batch_widths if w <= longest]
-        return replace(self, batch_widths=(*within, longest + 1), longest=longest)
+        return replace(
+            self, widths=(*self.widths, *further), batch_widths=(*within, longest + 1),
+            longest=longest,
+        )  # fmt: skip
+
+    def beginning(self, prompt_tokens: int) -> Grid:
+        """Return the grid with a first context of `prompt_tokens`, unless it begins earlier."""
+        # Half of an encoder-decoder's context is its source, which has a token at least.
+        first = max(prompt_tokens, 2)
+        if first >= self.contexts[0]:
+            return self
+        return replace(self, contexts=(first, *self.contexts))
 
     def reaching(self, prompt_tokens: int, new_tokens: int) -> Grid:
         """Return the grid with points added for prompts of up to `prompt_tokens` and their outputs.
@@ -93,6 +103,21 @@ class Grid:
         """Return the grid without passes wider than the verification of its `longest` draft."""
         return replace(self, widths=until(self.widths, self.longest + 1))
 
+    def holds(self, other: Grid) -> bool:
+        """Return True if a table over this grid has, or has points around, the cells of `other`."""
+        exactly = ["widths", "batches", *(["batch_widths"] if max(other.batches) > 1 else [])]
+        cells = {name: {*getattr(self, name)} for name in (*exactly, "contexts", "prompts")}
+        return (
+            all(cells[name].issuperset(getattr(other, name)) for name in exactly)
+            # A cut grid ends between two points of a longer one.
+            and cells["contexts"].issuperset(other.contexts[:-1])
+            and cells["prompts"].issuperset(other.prompts[:-1])
+            and self.contexts[-1] >= other.contexts[-1]
+            and self.prompts[-1] >= other.prompts[-1]
+            and self.longest >= other.longest
+            and (self.repeats, self.warmup) == (other.repeats, other.warmup)
+        )
+
 
 def reaching(contexts: Sequence[int], tokens: int) -> tuple[int, ...]:
     """Return `contexts`, the last one doubled until it holds a request of `tokens` tokens."""
@@ -112,18 +137,22 @@ def rounded(tokens: int) -> int:
     return -(-tokens // ROUNDED) * ROUNDED
 
 
+def up_to(points: Sequence[int], end: int) -> tuple[int, ...]:
+    """Return the points below `end`, then `end`; all points where none is above `end`."""
+    end = min(end, points[-1])
+    return (*[p for p in points if p < end], end)
+
+
 def until(points: Sequence[int], end: int) -> tuple[int, ...]:
-    """Return the points below `end`, then `end`.
+    """Return the points `up_to` the `end`.
 
     The first two points are kept where `end` is not above the first, so that sizes between are
-    interpolated; all are kept where none is above `end`.
+    interpolated.
 
     >>> until((32, 128, 256, 512), 320), until((32, 128), 32), until((32, 128), 400)
     ((32, 128, 256, 320), (32, 128), (32, 128))
     """
-    if end >= points[-1]:
-        return tuple(points)
-    return (*[p for p in points if p < end], end) if end > points[0] else tuple(points[:2])
+    return up_to(points, end) if end > points[0] else tuple(points[:2])
 
 
 @dataclass(frozen=True)

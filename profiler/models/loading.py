@@ -16,9 +16,16 @@ import transformers
 from huggingface_hub.utils import logging as hub_logging
 from torch import Tensor
 
-from profiler.models.seq2seq import check_same_start, describe_seq2seq, is_seq2seq
+from profiler.models.seq2seq import (
+    check_same_start,
+    describe_seq2seq,
+    ignored_settings,
+    is_seq2seq,
+)
 from traces.errors import DraftsimError
 
+IGNORED = "ignored_generation_settings"
+"""Provenance of a model: the generation settings that change `generate`'s text, and not ours."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -241,7 +248,8 @@ def _load(factory: Any, path: str | Path, what: str, **options: Any) -> Any:
 
 
 def describe_model(model: Any, path: str | Path) -> dict[str, Any]:
-    """Name, revision and shape of a model, for provenance."""
+    """Name, revision, shape and ignored settings of a model, for provenance."""
+    ignored = ignored_settings(model)
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     # T5 names a head's width by itself.
@@ -254,6 +262,7 @@ def describe_model(model: Any, path: str | Path) -> dict[str, Any]:
         "architecture": type(model).__name__,
         "layers": config.num_hidden_layers,
         **(describe_seq2seq(model) if is_seq2seq(model) else {}),
+        **({IGNORED: ignored} if ignored else {}),
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "kv_values": 2 * config.num_hidden_layers * kv_heads * width,

@@ -60,11 +60,14 @@ def banned_tokens(model: Any) -> list[int]:
 def ignored_settings(model: Any) -> dict[str, Any]:
     """Return generation settings that change `generate`'s output and are not followed here."""
     settings = model.generation_config
-    neutral = {
+    neutral: dict[str, tuple[Any, ...]] = {
         "num_beams": (None, 1), "repetition_penalty": (None, 1.0), "min_length": (None, 0),
         "no_repeat_ngram_size": (None, 0), "forced_eos_token_id": (None,),
-        "encoder_no_repeat_ngram_size": (None, 0),
+        "encoder_no_repeat_ngram_size": (None, 0), "min_new_tokens": (None, 0),
+        "begin_suppress_tokens": (None, []), "sequence_bias": (None, {}),
     }  # fmt: skip
+    if not is_seq2seq(model):  # whose runner follows `banned_tokens`
+        neutral |= {"bad_words_ids": (None, []), "suppress_tokens": (None, [])}
     return {
         name: getattr(settings, name)
         for name, plain in neutral.items()
@@ -104,14 +107,9 @@ def check_room(model: Any, length: int, max_new_tokens: int, where: str = "") ->
 
 
 def describe_seq2seq(model: Any) -> dict[str, Any]:
-    """Return an encoder-decoder's shape and settings, for provenance; ``layers``: the decoder's."""
+    """Return an encoder-decoder's shape, for provenance; ``layers``: the decoder's."""
     layers = model.config.num_hidden_layers  # the encoder's, in every class
-    ignored = ignored_settings(model)
-    return {
-        "layers": decoder_layers(model.get_decoder()),
-        "encoder_layers": layers,
-        **({"ignored_generation_settings": ignored} if ignored else {}),
-    }
+    return {"layers": decoder_layers(model.get_decoder()), "encoder_layers": layers}
 
 
 EncodedSource = tuple[BaseModelOutput, Cache]
