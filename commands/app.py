@@ -45,6 +45,10 @@ NAMES = {
 ELSEWHERE = {
     ("simulate", "--batch"): "it replays one request at a time: `draftsim serve --batch` or "
     "`draftsim sweep --batch`",
+    ("simulate", "--gpu"): "it keeps the device of its latencies: `draftsim sweep --policy P --gpu "
+    "NAME` extrapolates",
+    ("simulate", "--weights"): "it keeps the weights of its latencies: `draftsim sweep --policy P "
+    "--weights FORMAT` extrapolates",
     ("simulate", "--rate"): "it has no arrivals: `draftsim serve --rate`",
     ("sweep", "--rate"): "it has no arrivals: `draftsim serve --rate`",
     ("sweep", "--verify"): "it replays exact verification: `draftsim simulate --verify`",

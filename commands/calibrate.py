@@ -337,11 +337,18 @@ def recommend(
     target: Annotated[str | None, typer.Option(help="Target model, for the command.")] = None,
     draft: Annotated[str | None, typer.Option(help="Drafter, for the command.")] = None,
     method: Annotated[
-        str | None, typer.Option(help="vLLM's method: eagle3, eagle, mtp, draft_model, ngram, ...")
+        str | None,
+        typer.Option(
+            callback=lambda name: name and name.lower(),
+            help="vLLM's method: eagle3, eagle, mtp, draft_model, ngram, ...",
+        ),
     ] = None,
     slo: Annotated[
         str | None,
-        typer.Option(metavar="tpot=30ms", help="Refuse if no draft length meets this TPOT."),
+        typer.Option(
+            metavar="tpot=30ms",
+            help="Leave out loads at which no draft length meets this TPOT.",
+        ),
     ] = None,
     batch: Annotated[
         str | None, typer.Option(metavar="N,..", help="Concurrencies to answer for.")
@@ -404,7 +411,7 @@ def recommend(
     batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
     with working("comparing draft lengths"):
         rows = choices(server, batches, level=level)
-        _check_tpot(server, rows, slo)
+        rows = _within_tpot(server, rows, slo)
         suggestions = next_runs(server)
     suggestion = suggestions[0]
     document = setting(engine, rows, method)
@@ -446,13 +453,16 @@ def recommend(
     note(line, whole=True)
 
 
-def _check_tpot(server: ServerFit, rows: Sequence[PredictedSpeed], slo: str | None) -> None:
-    """Raise DraftsimError if even the fastest draft length misses the bound on TPOT.
+def _within_tpot(
+    server: ServerFit, rows: list[PredictedSpeed], slo: str | None
+) -> list[PredictedSpeed]:
+    """Return the loads at which the fastest draft length meets the bound on TPOT.
 
-    A remark says where the runs do not tell TTFT, without which a miss is not certain.
+    Remarks name the others, and say where the runs do not tell TTFT, without which a miss is not
+    certain.  Raises DraftsimError if every load misses it.
     """
     if slo is None:
-        return
+        return rows
     from simulator.targets import parse_targets
 
     targets = parse_targets(slo, share=False)
@@ -461,11 +471,12 @@ def _check_tpot(server: ServerFit, rows: Sequence[PredictedSpeed], slo: str | No
             f"--slo {slo}: benchmark totals do not tell TTFT at other draft lengths: give tpot "
             "alone, or use `draftsim tune --slo` with a latency table"
         )
+    missed = {}
     for row in rows:
         speed, load = row.tokens_per_s.value, counted(row.batch, "request")
         tpot_s = server.tpot_s(row.batch, speed)
         if tpot_s is not None and tpot_s > targets.tpot_s:
-            raise DraftsimError(
+            missed[row.batch] = (
                 f"--slo {slo}: no draft length meets it at {load}; the fastest, K = {row.k}, takes "
                 f"{1e3 * tpot_s:.3g} ms a token"
             )
@@ -474,6 +485,11 @@ def _check_tpot(server: ServerFit, rows: Sequence[PredictedSpeed], slo: str | No
                 f"--slo {slo} cannot be checked at {load}: the {1e3 * row.batch / speed:.3g} ms a "
                 "token include the wait for the first token, which the runs do not tell"
             )
+    if len(missed) == len(rows):
+        raise DraftsimError(next(iter(missed.values())))
+    for text in missed.values():
+        remark(text)
+    return [row for row in rows if row.batch not in missed]
 
 
 def _one_length(rows: Sequence[PredictedSpeed]) -> str:

@@ -12,7 +12,7 @@ import typer
 from commands.common.configured import MOST_CONTEXT
 from commands.common.drafted import say_calibrate
 from commands.common.options import CarriedInputs, Graphs, batch_sizes
-from commands.common.output import JsonOption, emit, note, placed_as, remark
+from commands.common.output import JsonOption, emit, note, placed_as, remark, say_launch
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.engine.options import DefaultsOption
@@ -222,7 +222,7 @@ def tune(
     if setting_out:
         print(laid_out(tuned.document))
     if not tried:
-        note(f"launch: {line}", whole=True)
+        say_launch(line, [target, drafter.model])
 
 
 def _unpriced(table: LatencyTable, tuned: Tuned) -> list[str]:

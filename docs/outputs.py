@@ -29,13 +29,14 @@ SHOWN = {
     "--policy fixed:gamma=2 --policy fixed:gamma=4 --policy gammatune",
     "devices": "list --devices",
     "llamacpp": "tune --engine llamacpp --trace smollm2-cpu",
+    "ratio": "breakeven --latency const:target=1,draft=0.2 --acceptance 0.5 --k 1",
     "doctor": "doctor 0.36,0.24,0.15,0.085 --against 0.72,0.475,0.295,0.17",
     "list": "list",
 }
 """Commands whose output pages show, by the name that a page asks for."""
 PROGRESS = re.compile(r", (?:about )?\d+:\d\d:\d\d (?:left|so far|in all)$|^draftsim compiles its ")
 """Lines that tell how far a command is, which depend on the machine."""
-LINES = {"devices": 16, "serve": 14}
+LINES = {"devices": 16, "serve": 14, "ratio": 7}
 """Lines of an output that a page shows, where it does not show all."""
 
 

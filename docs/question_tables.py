@@ -12,7 +12,7 @@ MOST_LINES = 20
 PROVENANCE = re.compile(
     r"composed from operators|^acceptance of |measured sizes|passes: batch"
     r"|^prompts \w+ decoding, priced"
-    r"|^not in the latency table|^warning: |^launch: |^simulating, |^run \d+: "
+    r"|^not in the latency table|^warning: |^launch: |^before running, |^simulating, |^run \d+: "
 )
 """Remarks on what was read that the page leaves out: the command's own output has them."""
 

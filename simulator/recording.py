@@ -535,10 +535,15 @@ def check_models(
         if differ:
             other = f"{' and '.join(differ)} {'differ' if len(differ) > 1 else 'differs'}"
             if option is not None:
+                remedy = f"name the recording to draft from, {option} {label}"
+                if not _has_trace(label):
+                    remedy = (
+                        "add an acceptance: --acceptance 0.72,0.50,0.33 from your server's log, or "
+                        f"{option} {name} to borrow that pair's"
+                    )
                 raise DraftsimError(
                     f"--latency {label}: the {other} from the default recording's, {name} "
-                    f"({pair}): name the recording to draft from, {option} "
-                    f"{label if _has_trace(label) else 'RUN'}"
+                    f"({pair}): {remedy}"
                 )
             costs.append(f"{label} ({whose}: the {other})")
         elif option is not None and known["target"] and not (told and said["target"]):

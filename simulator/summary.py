@@ -213,6 +213,8 @@ def _rows(
 
 HARDLY_VERIFIES = 0.95
 """Share of the judged mismatches from which on a rule is said to accept nearly everything."""
+HARDLY_SAID = "hardly verifies"
+"""Said in the note of a row with such a rule."""
 
 
 def accepted_mismatches(log: RoundLog) -> float | None:
@@ -240,7 +242,7 @@ def degenerate(logs: Sequence[RoundLog]) -> list[str]:
         said = []
         share = accepted_mismatches(log)
         if share is not None and share > HARDLY_VERIFIES:
-            said.append(f"accepts {share:.0%} of mismatches: hardly verifies")
+            said.append(f"accepts {share:.0%} of mismatches: {HARDLY_SAID}")
         calls = b"" if log.calls is None else log.calls.tobytes()
         first = seen.setdefault((log.rounds.tobytes(), calls), log)
         if first is not log:

@@ -136,6 +136,8 @@ def test_what_a_person_names_reaches_no_terminal_raw(synthetic_run: Path, run: R
     [
         (("simulate", "--batch", 32), "`draftsim serve --batch`"),
         (("simulate", "--rate", 2), "`draftsim serve --rate`"),
+        (("simulate", "--gpu", "a100"), "`draftsim sweep --policy P --gpu NAME`"),
+        (("simulate", "--weights", "awq-int4"), "`draftsim sweep --policy P --weights FORMAT`"),
         (("sweep", "--verify", "csd"), "`draftsim simulate --verify`"),
         (("tune", "--policy", "svip"), "`draftsim serve`"),
     ],

@@ -259,6 +259,10 @@ def test_gpt_oss_has_its_published_sizes_and_says_what_is_not_composed(
         ("h100/mixtral-8x7b:experts=1@tp4", "expected at most 1 experts_per_token, and a conc"),
         ("h100/mixtral-8x7b:experts=many@tp4", "experts is 'many', no number"),
         ("a100/llama-2-7b:layers=0", "layers is 0, too small"),
+        (
+            "h100/llama-3.1-8b+eagle3",
+            "no head such as eagle3 was timed on h100: give `draftsim rec",
+        ),
         ("z100/llama-2-7b+vicuna-68m", "has no data-sheet entry"),
     ],
 )

@@ -436,6 +436,11 @@ def test_a_bound_on_tpot_is_kept_or_refused(tmp_path: Path, run: Run) -> None:
     run("recommend", "--bench", folder, "--batch", "1,8", "--slo", "tpot=20ms").ok()
     missed = run("recommend", "--bench", folder, "--batch", "32", "--slo", "tpot=2ms")
     assert "no draft length meets it at 32 requests" in missed.refusal
+    asked = ("--batch", "1,32", "--method", "EAGLE3", "--draft", "org/head")
+    some = run("recommend", "--bench", folder, *asked, "--slo", "tpot=12ms", "--json", "-").ok()
+    assert [row["batch"] for row in some.rows] == [1]
+    assert "no draft length meets it at 32 requests; the fastest, K = " in some.said
+    assert '"method": "eagle3"' in some.document["launch"]  # the only spelling that vLLM reads
     late = run("recommend", "--bench", folder, "--slo", "ttft=1s,tpot=20ms")
     assert "do not tell TTFT" in late.refusal
 

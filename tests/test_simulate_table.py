@@ -147,6 +147,9 @@ def test_tables_are_sorted_fit_a_hundred_columns_and_cut_no_number(
     assert max(map(len, lines)) <= 100
     assert any(line.rstrip().endswith("wrong") for line in lines)
     assert "BLEU" not in ran.out  # no text was decoded under a rule
+    named = run("simulate", "--policy", "csd", "--resamples", 10)
+    assert "wrong: " in named.out
+    assert "BLEU" not in named.out  # a shared table has no column of it
     assert "fastest" in lines[0]
     asked = [*files, "--policy", "all", "--resamples", "50", "--json", "-"]
     rows = run("simulate", *asked).rows
@@ -217,6 +220,31 @@ def test_recorded_rounds_are_compared_with_those_of_their_requests(run: Run) -> 
     assert all(row["gain"] is None for row in rows if row["policy"] == "cm-asd")
     assert "write one as POLICY+RULE, such as cm-asd+" in run(*asked, "cm-asd").refusal
     assert "name some as POLICY or POLICY+RULE" in run(*asked, "gammatune").refusal
+
+
+def test_rounds_of_other_prompts_share_no_table_and_latex_keeps_the_notes(
+    tmp_path: Path, run: Run
+) -> None:
+    out = tmp_path / "t.tex"
+    ran = run("simulate", "--rounds", "bundled", "--resamples", 10, "--out", out).ok()
+    assert "2 sets of prompts: each has its own table" in ran.err
+    rows = run("simulate", "--rounds", "bundled", "--resamples", 10, "--json", "-").rows
+    first, second = out.read_text().split(r"\end{table}")[:2]
+    for i, table in enumerate((first, second), 1):
+        [said] = {row["prompts"] for row in rows if f"(set {i} of 2)" in row["prompts"]}
+        assert f"bundled, {said}: lossy" in table
+        assert ran.out.count(f"{said}: lossy") == 1
+        assert table.count("\nautoregressive ") == 1
+    # The fastest row accepts whatever is drafted, and is not the best.
+    assert r"\textbf{fixed:gamma=6} & \textbf{lossy-global}" in second
+    below = second.partition(r"\end{tabular}")[2].splitlines()
+    assert below[1] == r"\par\smallskip\footnotesize"
+    printed = " ".join(ran.out.split())
+    for line in below[2:]:
+        if line:
+            assert line.removesuffix(r"\par").replace(r"\%", "%") in printed
+    assert r"accepts 100\% of mismatches: hardly verifies\par" in second
+    assert "hardly" not in first
 
 
 def test_lossy_rules_alone_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -327,6 +327,7 @@ def test_batches_whose_cache_does_not_fit_are_left_out(run: Run, tmp_path: Path)
     ran = run("sweep", *pair, "--batch", "1,128", "--context", "64,2048", "--resamples", 0,
               "--out", out).ok()  # fmt: skip
     assert "left out from batch 128 and context 2048: its KV cache needs" in ran.err
+    assert f"means over a row's points; each point is in {out};" in ran.said
     frame = read_sweep(out)
     fits = {(b, c): f for b, c, f in zip(
         frame["batch"], frame["context"], frame["cache_fits"], strict=True

@@ -73,6 +73,8 @@ def test_a_recording_of_sampled_outputs_alone_is_one(bundled: Path) -> None:
     assert found.summary == "synthetic: 3 requests, 21 tokens, sampled at T=0.3"
     with pytest.raises(FileError, match=r"hot has no latency.parquet: .* \(chat-pair, code-pair\)"):
         find_latency("hot", bundled)
+    with pytest.raises(FileError, match=r"acceptance alone: .* same pair add --latency bundled$"):
+        find_latency("bundled-t0.3")
 
 
 def test_names_folders_and_files(bundled: Path) -> None:

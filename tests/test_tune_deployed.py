@@ -129,6 +129,10 @@ def test_vllms_table_by_sequence_length(run: Run, tmp_path: Path) -> None:
     for low, _, k in rows:
         assert policy.plan([Load(7, low)] * 7) == k  # type: ignore[union-attr]
     assert "does not read this table" in ran.err
+    # An engine finds no model by a recording's name for it.
+    named = run("tune", "--engine", "vllm", "--trace", "smollm2-vllm-eagle3-cpu", "--batch", "1",
+                "--resamples", 4).ok()  # fmt: skip
+    assert "on the hub, for smollm2 and smollm2-eagle3 launch: vllm serve smollm2 " in named.said
     assert run("tune", "--engine", "vllm", "--by-length", "--batch", "1,4").code == 2
 
 

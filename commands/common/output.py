@@ -150,6 +150,25 @@ def note(text: str, whole: bool = False) -> None:
     where.print(shown if whole else wrapped(shown, width), soft_wrap=True)
 
 
+def say_launch(line: str, models: Iterable[str | None]) -> None:
+    """Print the command that starts an engine, and before it what of it has to be replaced.
+
+    ``models`` are names from a recording.  One that is no folder here, and no name on the hub,
+    means nothing to an engine.
+    """
+    unknown = [
+        name for name in dict.fromkeys(models)
+        if name and name in line and "/" not in name and not Path(name).exists()
+        and name not in ("TARGET", "DRAFT")
+    ]  # fmt: skip
+    if unknown:
+        note(
+            "before running, write your models' folders, or their names on the hub, for "
+            f"{' and '.join(unknown)}"
+        )
+    note(f"launch: {line}", whole=True)
+
+
 _WAITING: ContextVar[list[str] | None] = ContextVar("remarks that wait", default=None)
 
 

@@ -194,6 +194,8 @@ class Shown:
     title: str | None = None
     show: Sequence[str] | None = None
     """Columns in order; None: those of the first row."""
+    notes: Sequence[str] = ()
+    """Lines below the table, which explain its marks and columns."""
 
 
 def escaped(text: str) -> str:
@@ -213,7 +215,7 @@ def _table(one: Shown) -> str:
         name: [cell_text(str(name), row.get(name)) for row in rows] for name in names
     }  # fmt: skip
     names = [name for name in names if set(cells[name]) != {"-"}] or names
-    best = _best(rows, names)
+    best = _best(one.rows, names)
     align = "".join("r" if is_number_column(cells[n]) else "l" for n in names)
     lines = [
         r"\begin{table}", r"\centering", f"\\caption{{{escaped(one.title or '')}}}",
@@ -227,7 +229,10 @@ def _table(one: Shown) -> str:
         # A star or a bracket after a row's end would be read as its argument.
         guard = "{}" if texts[0][:1] in ("*", "[") else ""
         lines.append(guard + " & ".join(texts) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
+    lines += [r"\bottomrule", r"\end{tabular}"]
+    if one.notes:
+        lines += [r"\par\smallskip\footnotesize", *(f"{escaped(n)}\\par" for n in one.notes)]
+    return "\n".join([*lines, r"\end{table}", ""])
 
 
 def _in_table(text: str) -> str:
@@ -243,7 +248,12 @@ def _is_figure(text: str) -> bool:
 
 
 def _best(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> int | None:
-    """Return the row with the largest figure in the column that ranks, None if none does."""
+    """Return the row with the largest figure in the column that ranks, None if none does.
+
+    Bounds are left out, and rules that hardly verify.
+    """
+    from simulator.summary import HARDLY_SAID
+
     ranked = ("speedup", "gain", "served_tok_s", "tokens/s", "best speedup", "mean speedup")
     column = next((name for name in ranked if name in names), None)
     if column is None or len(rows) < 2:
@@ -252,6 +262,7 @@ def _best(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> int | None
         i: figure for i, row in enumerate(rows)
         if (figure := _figure(row.get(column))) is not None
         and not is_bound(str(row.get("policy", "")).split(" ")[0])  # marks may follow
+        and HARDLY_SAID not in str(row.get("note"))
     }  # fmt: skip
     return max(figures, key=lambda i: figures[i], default=None)
 

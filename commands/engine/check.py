@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commands.common.output import note
+from commands.common.output import note, say_launch
 from commands.common.progress import progress_bar, working
 from traces.acceptance.trace import Trace
 from traces.digits import counted
@@ -450,4 +450,4 @@ def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyT
     line = launch_line(ENGINE, tuned.document, target=latency.meta["target"])
     if tuned.document is not None:
         line += f" --max-num-seqs {latency.meta['engine']['max_batch']}"
-    note(f"launch: {line}", whole=True)
+    say_launch(line, [latency.meta["target"], (tuned.document or {}).get("model")])

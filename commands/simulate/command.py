@@ -164,7 +164,7 @@ def simulate(
             )
         table = drafting_always(table, inputs.always_draft)
         runs = [read_run(file) for file in find_runs(rounds)]
-        found = []
+        found: list[list[dict[str, Any]]] = []
         groups = predict.same_requests(logs)
         rivals = [_in_rounds(against, group) for group in groups]
         if against is not None and not any(rivals):
@@ -174,8 +174,17 @@ def simulate(
             )
         for group, rival in zip(groups, rivals, strict=True):
             rows = priced(predict.Compared(recorded, Ranking([]), group, table), rival)
-            found += predict.with_quality(rows, runs, predict.decoded_part(recorded, group[0]))
-        _emit(found, json, out, of=rounds.name, gains=against is not None)
+            rows = predict.with_quality(rows, runs, predict.decoded_part(recorded, group[0]))
+            found.append(rows)
+        if len(found) > 1:
+            # Rows of other prompts are not comparable, and two sets may be of one size.
+            for i, (rows, group) in enumerate(zip(found, groups, strict=True), 1):
+                of = f"{len(group[0].requests)} prompts (set {i} of {len(groups)})"
+                found[i - 1] = [{**row, "prompts": of} for row in rows]
+            sets = f"{len(groups)} sets of prompts"
+            remark(f"{rounds} holds rounds of {sets}: each has its own table")
+        every = [row for rows in found for row in rows]
+        _emit(every, json, out, of=rounds.name, gains=against is not None)
         if any(log.mismatched is not None for log in logs):
             say_unjudged(table)
         return

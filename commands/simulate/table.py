@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -20,6 +21,18 @@ def over_all(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.get("category") is None]
 
 
+def by_prompts(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows by the set of prompts that they are of; rows of one set do not name it."""
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(row.get("prompts", ""), []).append(row)
+    return parts
+
+
+def _named(recording: str, prompts: str) -> str:
+    return ", ".join(filter(None, (recording, prompts)))
+
+
 def headline(rows: Sequence[Row], recording: str = "") -> str:
     """Return the recommendation in a sentence: the fastest policy, against no speculation.
 
@@ -28,6 +41,9 @@ def headline(rows: Sequence[Row], recording: str = "") -> str:
     """
     from traces.sources.registry import DRAFT_MODEL
 
+    if len(parts := by_prompts(rows)) > 1:
+        found = (headline(part, _named(recording, name)) for name, part in parts.items())
+        return " ".join(filter(None, found))
     begin = f"{recording}: " if recording else ""
     if are_bounds(rows):
         return (
@@ -80,12 +96,13 @@ def print_ranked(
 ) -> None:
     """Print the sentence (`headline`), the tables (`ranked_tables`), and what their marks mean."""
     console = printed.table_console()
+    tables = ranked_tables(rows, by_name, gains)
     if said := headline(over_all(rows), recording):
         console.print(printed.printable(said))
-    for table in ranked_tables(rows, by_name, gains):
+    for table in tables:
         _print(console, table)
     console.print()
-    for line in _footnotes(rows):
+    for line in dict.fromkeys(line for table in tables for line in table.notes):
         console.print(printed.printable(line))
 
 
@@ -95,10 +112,16 @@ def ranked_tables(
     """Return the tables that show `rows`: lossy rules in one of their own, then categories.
 
     Fastest first, but for lower bounds, which keep the order in which they were asked for. Where
-    policies were named one by one, they share one table, lossy rules below. Every category then
+    policies were named one by one, they share one table, lossy rules below. Rows of other prompts
+    have tables of their own (`by_prompts`). Every category then
     shows them all, as it does where all rows are lossy and their rules differ. ``gains`` adds the
     gain over the row that rows are compared with; titles begin with `recording`.
     """
+    if len(sets := by_prompts(rows)) > 1:
+        return [
+            table for name, own in sets.items()
+            for table in ranked_tables(own, by_name, gains, _named(recording, name))
+        ]  # fmt: skip
     rival = next((r["against"] for r in rows if r["against"]), None) if gains else None
     overall = over_all(rows)
     if not are_bounds(overall):
@@ -119,7 +142,10 @@ def ranked_tables(
         if lossy:
             tables.append(_shown(f"{begin}lossy (the output changes){gained}", lossy, LOSSY))
     parts = [r for r in rows if r.get("category") is not None]
-    if parts and not are_bounds(parts):
+    if parts and are_bounds(parts):
+        said = "categories are not ranked, too: --json has their rows"
+        tables = [replace(table, notes=[*table.notes, said]) for table in tables]
+    elif parts:
         if by_name or (not exact and len({row["verify"] for row in lossy}) > 1):
             lines = category_rows([*exact, *lossy], parts)
             tables.append(Shown(lines, f"{begin}speedup by category", list(lines[0])))
@@ -141,18 +167,19 @@ BOTH = ("policy", "verify", "speedup", "95%", "gain, %", "wrong")
 def _shown(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Shown:
     """Return the table of these columns, without those that no row has."""
     cells = [_cells(row) for row in rows]
-    return Shown(cells, title, [name for name in columns if any(name in row for row in cells)])
+    names = [name for name in columns if any(name in row for row in cells)]
+    return Shown(cells, title, names, _footnotes(rows, names))
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """Return the row's cells as text, by column."""
+    """Return the row's cells as text, by column, and its note."""
     bound = are_bounds([row])
     about = row["fidelity"] == "approximate" and lossless(row["verify"])
     name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] and not bound else "")
     least = "\u2265 " if bound else ""
     cells = {
         "policy": name, "rule": row["verify"], "speedup": least + _speed(row), "95%": _span(row),
-        "verify": "-" if row["policy"] == PLAIN else row["verify"],
+        "verify": "-" if row["policy"] == PLAIN else row["verify"], "note": row["note"] or "",
         "tokens\n/round": _number(row["block_efficiency"], 2),
         "accepted": _share(row["acceptance_rate"]), "wrong": _share(row.get("mismatches_accepted")),
         "like\ngreedy": _share(row.get("agreement")), "BLEU": _number(row.get("relative_bleu"), 1),
@@ -167,14 +194,12 @@ def _cells(row: Row) -> dict[str, str]:
     return cells
 
 
-def _footnotes(rows: Sequence[Row]) -> list[str]:
-    """Return the meanings of the marks and columns of the tables."""
+def _footnotes(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """Return the meanings of the marks and columns of a table of `rows` over all prompts."""
     found = []
     if are_bounds(rows):
         found.append("\u2265 lower bound; its interval is over prompts alone")
-        if len(over_all(rows)) < len(rows):
-            found.append("categories are not ranked, too: --json has their rows")
-    for row in over_all(rows):
+    for row in rows:
         if are_bounds([row]):
             continue
         name = _row_name(row)
@@ -184,20 +209,22 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
         found.append("~ approximate")
     if any(is_bound(r["policy"]) for r in rows):
         found.append("oracle knows every outcome: a bound, not a policy")
-    if any(not lossless(r["verify"]) for r in rows):
+    if "wrong" in columns and any(not lossless(r["verify"]) for r in rows):
         found.append("wrong: share of rejected tokens that the lossy rule accepted")
-    if any(r.get(name) is not None for r in rows for name in ("agreement", "relative_bleu")):
+    if "BLEU" in columns and any(
+        r.get(name) is not None for r in rows for name in ("agreement", "relative_bleu")
+    ):
         found.append(
             "like greedy and BLEU: agreement of texts decoded under the rule with greedy ones "
             "(-: none was recorded)"
         )
-    scored = [r for r in over_all(rows) if r.get("scored")]
+    scored = [r for r in rows if r.get("scored")]
     if scored:
         found.append(
             "solved: prompts with a numeric answer whose text ends in that number, within the "
             "token limit"
         )
-    if any(r.get("tested") for r in rows):
+    if CODE in columns and any(r.get("tested") for r in rows):
         found.append("passes/greedy: % of texts whose code passes its tests, and of greedy texts")
     for row in scored:
         count, own, greedy = (row[name] for name in ("scored", "solved", "solved_greedy"))

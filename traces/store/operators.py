@@ -41,6 +41,8 @@ STANDS_FOR = {"h800": "h100"}
 OPERATORS_ALONE = ":operators"
 """Ends the GPU's name where passes are to be the sum of their operators."""
 _BY_STEPS = {OPERATORS_ALONE: False, ":steps": True}
+_HEADS = r"eagle|medusa|mtp"
+"""In the names of drafters that are heads of a target, whose sizes no model's are."""
 """Endings of the GPU's name that say whether passes are corrected by whole steps."""
 
 
@@ -146,6 +148,11 @@ def _composed(
     first, *others = models.split("+")
     if len(others) > 1:
         raise DraftsimError(f"{models!r} names {1 + len(others)} models: a target and a draft")
+    if others and re.search(_HEADS, others[0].lower()):
+        raise DraftsimError(
+            f"{models}: no head such as {others[0]} was timed on {device}: give `draftsim "
+            "recommend` two runs of your server, without and with it"
+        )
     within = f"{file}:{device}" if file else device
     name = f"{within}{OPERATORS_ALONE if by_steps is False else ''}/{models}"
     target, draft = _placed(first), _placed(others[0]) if others else None

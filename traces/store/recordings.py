@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,15 @@ from traces.errors import DraftsimError, FileError, nearest
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, read_trace
 from traces.store.header import PathLike
-from traces.store.identity import ROLES, check_folder, engine_head, model_in, model_label, names_of
+from traces.store.identity import (
+    ROLES,
+    check_folder,
+    engine_head,
+    model_in,
+    model_label,
+    names_of,
+    same_model,
+)
 from traces.store.operators import find_composed
 from traces.store.speculation_profile import is_profile, read_profile
 from traces.store.text import decimal, read_object
@@ -225,6 +233,11 @@ def _find(name_or_path: PathLike, kind: str, folder: Path) -> Path:
             f"{name_or_path}: no such file here: write {path.name} for the bundled recording"
         )
     if named and not path.exists() and (folder / path).is_dir():
+        if kind == "latency" and (alike := _same_pair(name_or_path, names, folder)):
+            raise FileError(
+                f"the bundled recording {name_or_path} holds acceptance alone: for costs of the "
+                f"same pair add --latency {' or '.join(alike)}"
+            )
         raise FileError(
             f"the bundled recording {name_or_path} has no {kind}.parquet: name another's "
             f"({', '.join(names) or 'none has one'})"
@@ -235,6 +248,21 @@ def _find(name_or_path: PathLike, kind: str, folder: Path) -> Path:
     listed = f"the bundled ones are {', '.join(names)}" if names else "none is bundled"
     hint = nearest(str(path), names)
     raise FileError(f"{name_or_path}: no such file and no bundled recording{hint}: {listed}")
+
+
+def _same_pair(name: PathLike, names: Sequence[str], folder: Path) -> list[str]:
+    """Return those of the recordings `names` with costs of the pair that this one's trace is of.
+
+    A head that an engine drafted with is no draft model.
+    """
+    known = models_of(folder / name, find_trace(name, folder))
+    traced = [one for one in names if _file(folder / one, "trace") is not None]
+    others = {one: models_of(folder / one, find_trace(one, folder)) for one in traced}
+    return [
+        one for one, models in others.items()
+        if all(same_model(known[role], models[role]) for role in ROLES)
+        and engine_head(find_latency(one, folder).meta) is None
+    ]  # fmt: skip
 
 
 def _file(place: Path, kind: str) -> Path | None:
