@@ -62,7 +62,10 @@ def doctor(
     from simulator.aggregate.doctor import DIFFERS, diagnose
 
     mine = load_positions(observed, draft_length, form=form, drafts=draft_length)
-    its = load_positions(against, draft_length or mine.longest, source=source)
+    its = load_positions(against, draft_length, source=source, most=mine.longest)
+    shorter = min(mine.longest, its.longest)
+    if draft_length is not None or shorter in mine.known:
+        mine = mine.cut(draft_length or shorter)
     found = diagnose(mine, its)
     rows = [place._asdict() for place in found.places if not math.isnan(place.observed)]
     parts = [part._asdict() for part in found.contexts]

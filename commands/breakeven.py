@@ -187,6 +187,7 @@ def _priced(
     from simulator.recording import said_costs
     from simulator.serving.cost import TableCost
     from simulator.tune.breakeven import grid, priced_surface
+    from simulator.tune.costs import longest_draft
     from simulator.unmeasured import said_free
     from traces.replay.calls import drafting_always
 
@@ -205,7 +206,7 @@ def _priced(
         name = f"{name}, acceptance {acceptance}"
     else:
         assert own is not None
-        most = own.max_gamma or max(lengths)
+        most = longest_draft(own) or max(lengths)
         if max(lengths) > most:
             remark(
                 f"recorded drafts have at most {counted(most, 'token')}: longer ones are "

@@ -232,20 +232,20 @@ def _remarks(server: ServerFit) -> list[str]:
 
 
 def _check_contexts(server: ServerFit, contexts: list[float]) -> None:
-    """Raise DraftsimError for contexts far from those measured, if these tell not their cost."""
+    """Raise DraftsimError for far contexts unless the runs determine the cost of context."""
     held = [run.held for run in server.runs]
     if not any(held) and any(contexts):
         raise DraftsimError(
-            f"--context {max(contexts):g}: the runs do not say theirs: give each a column context, "
-            "or prompt and answer (mean lengths)"
+            "--context: the runs do not say theirs: give each a column context, or prompt and "
+            "answer (mean lengths)"
         )
     far = [c for c in contexts if server.far(c)]
     if far and (not server.tells_context or "cached" in server.undetermined):
         several = f"{min(held):,.0f} to {max(held):,.0f}"
         span = several if server.tells_context else f"one of about {max(held):,.0f}"
         raise DraftsimError(
-            f"--context {far[0]:g}: all runs have {span} tokens, so the cost of another is not "
-            f"determined: add runs at about {far[0]:g}"
+            f"--context: all runs have {span} tokens, so the cost of {far[0]:,.0f} is not "
+            f"determined: add runs at about {far[0]:,.0f}"
         )
     if far:
         remark(f"no run had about {far[0]:,.0f} tokens of context: its cost is extrapolated")

@@ -116,6 +116,11 @@ def test_a_log_answers_for_the_drafts_it_shows(tmp_path: Path, run: Run) -> None
         assert load_positions(str(given)).longest == 1
         refused = run("doctor", given, "--draft-length", 2).refusal
         assert "the longest verified draft has 1 token, and drafts of 2 are asked for" in refused
+    compared = run("doctor", "0.8,0.6", "--against", log).ok()
+    assert "1.80 tokens per round at K = 1, expected 1.50" in compared.err
+    priced = ("--latency", "const:target=1,draft=0.1", "--batch", 1, "--k", "1,2", "--json", "-")
+    told = [run("breakeven", given, trace, *priced).ok() for given in ("--trace", "--acceptance")]
+    assert told[0].rows == told[1].rows
     out = tmp_path / "profile.json"
     command = ("export", "speculation-profile", "--trace", trace, "--out", out)
     assert "acceptance length 1.50 at draft length 1" in run(*command).ok().said

@@ -196,6 +196,8 @@ def test_counters_say_what_they_do_not_tell(text: str, said: str, run: Run, tmp_
     path = tmp_path / "metrics.txt"
     path.write_text(text)
     assert "counts drafts of 4" in run("doctor", path, "--draft-length", 5).refusal
+    cut = run("doctor", path, "--draft-length", 3, "--against", "0.8").ok()
+    assert "tokens per round at K = 3" in cut.err
     done = run("doctor", path, "--against", "0.8").ok()
     assert said in done.err
     assert bool(said) == ("metrics.txt: " in done.err)

@@ -429,6 +429,7 @@ def test_a_far_context_is_refused_unless_the_runs_determine_its_cost(
     path.write_text(head + "1,0,49.9,,125\n1,3,84.8,2.5,125\n")
     ran = run("calibrate", path, "--context", "4000")
     assert "all runs have 100 to 125 tokens" in ran.refusal
+    assert "so the cost of 4,000 is not determined: add runs at about 4,000" in ran.refusal
     path.write_text(head + "1,0,30,,20000\n1,3,55,2.5,20000\n8,0,60,,20000\n8,3,110,2.5,20000\n")
     document = run("calibrate", path, "--context", "20000,60000", "--json", "-").ok().document
     assert {row["context"] for row in document["predictions"] if row["extrapolated"]} >= {60000}

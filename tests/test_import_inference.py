@@ -21,6 +21,7 @@ from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.store.recordings import find_latency, find_trace
 
+REMEDY = "name it with --draft-lengths fixed:gamma=3, or log more requests"
 CONST = "const:target=0.0143,draft=0.00176,verify=0.0150"
 
 
@@ -89,6 +90,9 @@ def test_a_fixed_length_is_not_taken_on_trust(tmp_path: Path) -> None:
     assert (
         f"fixed:gamma=3 is not contradicted, but with fewer than {FEWEST_TURNS} requests" in found
     )
+    assert found.endswith(REMEDY)
+    meta = import_specbench(tmp_path / "few", draft_lengths="fixed:gamma=3").meta
+    assert meta["draft_lengths_known"]
 
 
 def test_times_that_scatter_tell_no_schedule(tmp_path: Path) -> None:
@@ -102,6 +106,7 @@ def test_times_that_scatter_tell_no_schedule(tmp_path: Path) -> None:
     assert not meta["draft_lengths_known"]
     said = "fixed:gamma=3 is not contradicted, but the times of these"
     assert said in meta["draft_lengths_found"]
+    assert meta["draft_lengths_found"].endswith(REMEDY)
 
 
 def test_no_ranking_across_unknown_lengths(tmp_path: Path, run: Run) -> None:

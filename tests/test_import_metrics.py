@@ -279,6 +279,9 @@ def test_aiperf_without_steps_is_counts(tmp_path: Path) -> None:
     }  # fmt: skip
     totals = counts("aiperf", written(tmp_path, [record(**short)] * 2))
     assert (totals.per_position, totals.fixed_length) == ([4, 0, 0, 0], True)
+    # A histogram that ends with 0 has a place for every length.
+    whole = short | {"acceptance_histogram": {"0": 1, "1": 2, "3": 0}, "num_draft_tokens": 13}
+    assert counts("aiperf", written(tmp_path, record(**whole))).longest == 3
     with pytest.raises(FileError, match="more than the 1 tokens a verification"):
         counts("aiperf", written(tmp_path, record(**short, engine="sglang")))
     # Of llama.cpp's server AIPerf spreads sums over a histogram that nobody measured.

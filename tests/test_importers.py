@@ -134,6 +134,19 @@ def test_scrapes_before_and_after(tmp_path: Path) -> None:
             other = written(tmp_path, f"{texts[1]}{name} {then}\n", "after")
             totals = counts("prometheus", one, other)
             assert (totals.rounds, reservation(totals)) == (rounds, said)
+        with pytest.raises(FileError, match="name the earlier scrape first"):
+            counts("prometheus", written(tmp_path, f"{texts[1]}{name} 1.8e+09\n", "later"), one)
+    # A time may be written in several ways.
+    same = written(tmp_path, f"{texts[1]}{name} 1700000000.0\n", "after")
+    assert counts("prometheus", one, same).rounds == 100
+    # One of two engines was restarted.
+    begun = f'{name}{{engine="0"}} 1\n{name}{{engine="1"}} '
+    engines = [written(tmp_path, f"{text}{begun}{i}\n", str(i)) for i, text in enumerate(texts, 1)]
+    with pytest.raises(FileError, match="some of its engines were restarted"):
+        counts("prometheus", *engines)
+    for page in ("hello\n", '{"process_start_time_seconds": 1}\n', "llamacpp:requests 1.0\n"):
+        with pytest.raises(FileError, match="page: is no /metrics of vllm"):
+            counts(AUTO, written(tmp_path, page, "page"), after)
     # Other metrics may come first.
     wide = "process_cpu_seconds_total 3.0\n" * 4000 + texts[1]
     assert counts(AUTO, written(tmp_path, wide)).rounds == 110
@@ -159,6 +172,8 @@ def test_sglang_with_and_without_a_histogram(tmp_path: Path) -> None:
     chunks = [{"meta_info": {**SGLANG["meta_info"], "finish_reason": why}}  # type: ignore[dict-item]
               for why in (None, {"type": "stop"})]  # fmt: skip
     assert counts("sglang", written(tmp_path, chunks)).rounds == 33
+    with pytest.raises(FileError, match="no response of it finished"):
+        counts("sglang", written(tmp_path, chunks[:1]))
     bad = {"meta_info": {**SGLANG["meta_info"], "spec_verify_ct": 32}}  # type: ignore[dict-item]
     with pytest.raises(FileError, match="counts 33 rounds, spec_verify_ct 32"):
         counts("sglang", written(tmp_path, bad))

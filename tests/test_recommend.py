@@ -158,6 +158,12 @@ def test_counters_say_what_runs_do_not(tmp_path: Path, run: Run) -> None:
     told_by_runs = run("recommend", "--bench", written(tmp_path / "full", A100), *asked)
     left, right = ([row["k"] for row in ran.rows] for ran in (told_by_counters, told_by_runs))
     assert left == right
+    # Counts of five positions answer for runs of three, too, and not for those of six.
+    for k, told in ((3, True), (6, False)):
+        files = [f"{folder}/{name}.json@{k if 'head' in name else 0}" for name in bare]
+        bench = [part for file in files for part in ("--bench", file)]
+        ran = run("recommend", *bench, *both, *asked).ok()
+        assert ("is estimated from the speeds" in ran.err) != told
     alone = run("recommend", *both)
     assert "counters hold acceptance and no costs" in alone.refusal
 
@@ -270,11 +276,19 @@ def test_folders_of_aiperf_tell_concurrency_draft_length_and_model(tmp_path: Pat
         (folder / "profile_export_aiperf.json").write_text(json.dumps(aiperf(concurrency, speed)))
         (folder / "inputs.json").write_text('{"data": []}')
         (folder / "profile_export.jsonl").write_text('{"metrics": {}}\n')
+        (folder / "raw_records").mkdir()
+        (folder / "raw_records" / "raw_records_1.jsonl").write_text('{"metadata": {}}\n')
+        (folder / "logs").mkdir()
+        (folder / "logs" / "system.json").write_text("{}")
     found = read_benches([str(tmp_path)])
     assert [(r.batch, r.k, r.tokens_per_s, r.prompts) for r in found.runs] == [
         (4, 3, 410.0, 3.0), (4, 0, 300.0, 3.0),
     ]  # fmt: skip
     assert found.model == "org/target"
+    left_out = [note for note in found.notes if "it lies with a result of AIPerf" in note]
+    assert [note.split(": ")[0] for note in left_out] == [
+        str(tmp_path / name / "logs" / "system.json") for name in ("k3-c4", "plain-c4")
+    ]
     # vLLM tells acceptance per request if asked to, and AIPerf sums it up.
     told = aiperf(4, 410.0) | {
         "pooled_spec_decode_acceptance_histogram": {"0": 40, "1": 30, "2": 20, "3": 10},
@@ -330,6 +344,12 @@ def test_a_speculating_run_without_a_draft_length_is_no_run_without_speculation(
     with pytest.raises(DraftsimError, match=r"no draft length: write .*@K"):
         read_benches([str(path)])
     assert read_benches([f"{path}@3"]).runs[0].k == 3
+    with pytest.raises(DraftsimError, match="@0: the run speculated"):
+        read_benches([f"{path}@0"])
+    for length in (1.0, 0.0):
+        path.write_text(json.dumps({**row, "accept_length": length}) + "\n")
+        [plain] = read_benches([str(path)]).runs
+        assert (plain.k, plain.emitted) == (0, None)
     # vLLM takes a number of tokens that is left out from the drafter.
     mtp = {**served(4, 300.0), "speculative_config": {"method": "mtp"}}
     for changed in ({}, {"server_info": {"speculative_algorithm": "EAGLE3"}}):

@@ -99,12 +99,13 @@ def load_unpriced(name: str, source: str | None, chooses: str) -> Recording:
 
 def load_positions(
     given: str | Sequence[str], k: int | None = None, *, form: str = "auto",
-    source: str | None = None, drafts: int | None = None,
+    source: str | None = None, drafts: int | None = None, most: int | None = None,
 ) -> Positions:  # fmt: skip
     """Return acceptance by position, from a text or the files of one log (`FORMS`).
 
     ``k`` is the draft length that recordings are replayed at: by default their longest, up to
-    `LONGEST`, or the longest draft that an imported log shows.  ``source`` is as in ``--source``,
+    `LONGEST`, or the longest draft that an imported log shows; ``most`` takes `LONGEST`'s place,
+    and bounds an imported log, too.  ``source`` is as in ``--source``,
     ``drafts`` the draft length of counts that do not say theirs.  Raises as `read_acceptance`, or
     DraftsimError if a recording does not have the drafts.
     """
@@ -120,7 +121,8 @@ def load_positions(
                 f"{label}: the longest verified draft has {counted(seen, 'token')}, and drafts of "
                 f"{k} are asked for: their acceptance was not measured"
             )
-        return of_trace(label, trace, k or seen or min(trace.max_gamma or LONGEST, LONGEST))
+        bounds = (most or seen or LONGEST, seen or trace.max_gamma)
+        return of_trace(label, trace, k or min(bound for bound in bounds if bound is not None))
 
     def rounds(label: str, read: Trace) -> Positions:
         return replayed(label, imputed(label, read, "acceptance by position", remark))
@@ -135,7 +137,7 @@ def load_positions(
             "drafters: drop it"
         )
     one = texts[0] if len(texts) == 1 else texts
-    found = read_acceptance(one, k, form=form, rounds=rounds, drafts=drafts)
+    found = read_acceptance(one, k or most, form=form, rounds=rounds, drafts=drafts)
     if found.note:
         remark(f"{found.label}: {found.note}")
     return found

@@ -214,7 +214,7 @@ AIPERF = "profile_export_aiperf.json"
 """Summary of a run in AIPerf's folder."""
 AIPERF_OTHERS = (
     "profile_export", "server_metrics_export", "gpu_telemetry_export", "inputs.json",
-    "outputs.json", "dataset-identity.json", "mlflow_export.json",
+    "outputs.json", "dataset-identity.json", "mlflow_export.json", "raw_records",
 )  # fmt: skip
 """Beginnings of the names of AIPerf's further files: inputs, records and telemetry."""
 SAME_NAME = (AIPERF, "benchmarks.json")
@@ -269,13 +269,19 @@ def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benc
         found = AT.match(text)
         path, k = (Path(found["path"]), int(found["k"])) if found else (Path(text), None)
         if path.is_dir():
-            inside = [p for p in sorted(path.rglob("*.json*")) if p.is_file() and _is_run(p)]
+            inside = [p for p in sorted(path.rglob("*.json*")) if p.is_file() and _is_run(p, path)]
             if not inside:
                 raise DraftsimError(f"{path}: holds no .json or .jsonl of a benchmark")
         else:
             inside = [path]
         for one in inside:
-            bench, file = _read(one, k), one.resolve()
+            try:
+                bench, file = _read(one, k), one.resolve()
+            except _NoRun:
+                if one == path or not _in_aiperf(one, path):
+                    raise
+                notes.append(f"{one}: left out: it lies with a result of AIPerf and holds no run")
+                continue
             if file in given:
                 if given[file] != k:
                     raise DraftsimError(f"{one}: is given twice, with different @K: give it once")
@@ -293,15 +299,27 @@ def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benc
     return Benchmarks(runs, models[0] if models else None, list(dict.fromkeys(notes)))
 
 
-def _is_run(path: Path) -> bool:
-    """Return False for the other files that `vllm bench sweep` and AIPerf write next to results."""
+class _NoRun(DraftsimError):
+    """A file that is no benchmark's result."""
+
+
+def _in_aiperf(path: Path, top: Path) -> bool:
+    """Return True if a folder from `top` to the file's own has a result of AIPerf."""
+    return any((p / AIPERF).exists() for p in path.parents if p.is_relative_to(top))
+
+
+def _is_run(path: Path, top: Path) -> bool:
+    """Return False for the other files that `vllm bench sweep` and AIPerf write next to results.
+
+    ``top`` is the folder that was named.
+    """
     if path.name == "warmup.json" or path.stem.endswith("failure"):
         return False
-    if path.name.startswith(AIPERF_OTHERS) and (path.parent / AIPERF).exists():
+    if path.name.startswith(AIPERF_OTHERS) and _in_aiperf(path, top):
         return path.name == AIPERF
     # The summary repeats the runs.
     runs = path.parent.glob("run=*.json")
-    return path.name != "summary.json" or not any(_is_run(run) for run in runs)
+    return path.name != "summary.json" or not any(_is_run(run, top) for run in runs)
 
 
 def _read(path: Path, k: int | None) -> Benchmarks:
@@ -317,6 +335,8 @@ def _read(path: Path, k: int | None) -> Benchmarks:
         where = f"{path}, run {number}" if len(records) > 1 else str(path)
         fields = _bounded(_fields(record, where), where)
         length = _length(fields, path, k)
+        if k == 0 and fields.speculated:
+            raise DraftsimError(f"{path}@0: the run speculated: write its draft length, {path}@K")
         if not length and fields.speculated:
             raise DraftsimError(f"{where}: speculated, and has no draft length: write {path}@K")
         if length is None:
@@ -411,7 +431,7 @@ def _records(path: Path, text: str) -> list[Mapping[str, Any]]:
         each = inside if isinstance(inside, list) else [value]
         rows += [row for row in each if isinstance(row, dict)]
     if not rows:
-        raise DraftsimError(f"{path}: holds no runs of a benchmark")
+        raise _NoRun(f"{path}: holds no runs of a benchmark")
     return rows
 
 
@@ -451,7 +471,7 @@ def _fields(record: Record, where: str) -> _Fields:
         raise DraftsimError(f"{where}: {error}") from None
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise DraftsimError(f"{where}: lacks or misstates {error}") from None
-    raise DraftsimError(
+    raise _NoRun(
         f"{where}: is of no known format: expected a result of vllm bench serve, SGLang's "
         "bench_serving, GuideLLM or AIPerf, or a CSV of runs"
     )
@@ -481,6 +501,8 @@ def _serve(record: Record) -> _Fields:
     drafted = float(tokens) / float(drafts) if drafts and tokens is not None else None
     positions = record.get("spec_decode_per_position_acceptance_rates") or ()
     emitted = record.get("spec_decode_acceptance_length") or record.get("accept_length")
+    # An `accept_length` of 1 or 0 is no sign of speculation.
+    beyond = record.get("spec_decode_acceptance_length") is not None or float(emitted or 0) > 1
     drafting = _drafting(record)
     if drafting < 1:  # n-grams and suffixes: vLLM's acceptance is over the steps with a draft
         positions = [drafting * float(p) for p in positions]
@@ -500,7 +522,7 @@ def _serve(record: Record) -> _Fields:
         record.get("model_id") or server.get("model_path"), drafting=drafting, cap=cap,
         drafted=None if drafted is None else drafting * drafted,
         ttft_s=None if ttft is None else ttft / 1e3,
-        speculated=emitted is not None or (told is None and mentioned),
+        speculated=beyond or (told is None and mentioned),
     )  # fmt: skip
 
 

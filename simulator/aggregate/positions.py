@@ -7,7 +7,7 @@ Logs, counters, benchmark results, profiles, published curves and recordings all
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -162,6 +162,20 @@ class Positions:
         """Return acceptance length at draft length `k`, extended where it was not measured."""
         return emitted_at(self.known, k, level)
 
+    def cut(self, k: int) -> Positions:
+        """Return the acceptance of positions up to `k`; raise DraftsimError if `k` is not known."""
+        if k == self.longest:
+            return self
+        if k not in self.known:
+            raise DraftsimError(
+                f"{self.label}: counts drafts of {self.longest}, and the draft length is {k}"
+            )
+        known = {n: length for n, length in self.known.items() if n <= k}
+        # The log's rounds drafted further than `k`.
+        return replace(
+            self, known=known, reached=self.reached[:k], accepted=self.accepted[:k], log=None
+        )
+
 
 def of_survival(label: str, survival: Sequence[float], **more: Any) -> Positions:
     """Return positions whose first 1, 2, ... tokens are all accepted with these chances.
@@ -219,9 +233,9 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
                 "their lengths are unknown: give the acceptance length by draft length, such as "
                 f"3:{1 + totals.mean_accepted:.3g} for drafts of 3"
             )
-        _check_length(label, k, drafts)
+        if drafts not in (None, k):
+            raise DraftsimError(f"{label}: counts drafts of {k}, and the draft length is {drafts}")
         return Positions(label, {k: 1.0 + totals.mean_accepted}, note=reservation(totals))
-    _check_length(label, totals.reach, drafts)
     alive = np.asarray(totals.per_position, dtype=float)
     counted = totals.rounds is not None
     reached = np.append(float(totals.rounds or 1), alive[:-1])
@@ -230,15 +244,11 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
     return Positions(label, lengths, reached, alive, counted, note=reservation(totals))
 
 
-def _check_length(label: str, counted: int, drafts: int | None) -> None:
-    if drafts not in (None, counted):
-        raise DraftsimError(
-            f"{label}: counts drafts of {counted}, and the draft length is {drafts}"
-        )
-
-
 def reservation(totals: Totals) -> str:
-    """Return in words what the counts do not say: whose they are, or of drafts of full length."""
+    """Return in words what makes the counts doubtful; empty if nothing does.
+
+    It is a restart between two scrapes, steps without a draft, or drafts that differ in length.
+    """
     said = [totals.meta["scrapes"]] if "scrapes" in totals.meta else []
     if (part := totals.meta.get("drafting")) is not None:
         said.append(f"{part:.0%} of the steps had a draft: acceptance is taken over all steps")

@@ -267,7 +267,7 @@ def leaders(rows: Sequence[Row]) -> list[Leader]:
 
 
 def goodputs(rows: Sequence[Row]) -> dict[float | None, dict[str, float]]:
-    """Return by load the goodput of no speculation, and after it that of the best that drafts.
+    """Return by load the goodput of no speculation, then that of the best policy that drafts.
 
     Loads at which one of them is not known are left out.
     """

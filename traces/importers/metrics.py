@@ -60,11 +60,11 @@ CREATED = "_created"
 """The suffix of the time at which a counter began to count."""
 
 
-def starts(file: Path, prefix: str) -> dict[str, str]:
+def starts(file: Path, prefix: str) -> dict[str, float]:
     """Return the times at which a server, or else its counters, began, by what has the time."""
     for begin in (STARTED, prefix):
         found = {
-            f"{name} {sorted(labels.items())}": text
+            f"{name} {sorted(labels.items())}": decimal(text)
             for _, name, labels, text in read_samples(file, begin)
             if name == STARTED or name.endswith(CREATED)
         }
@@ -301,6 +301,9 @@ class Prometheus(Importer):
                 f"on, whose names begin with {' or '.join(SERVERS)}; found {', '.join(told)}"
             )
         server, read = SERVERS[found[-1][0]]
+        for file, names in zip(files, found, strict=True):
+            if not names and not _is_fresh(read_text(file), found[-1][0]):
+                raise FileError(f"{file}: is no /metrics of {server}: name an earlier scrape of it")
         meta = self.meta(files, server=server)
         if len(files) == 2:
             if not found[0]:
@@ -309,7 +312,17 @@ class Prometheus(Importer):
                 )
             before, after = (starts(file, found[-1][0]) for file in files)
             both = before.keys() & after.keys()
-            if any(before[name] != after[name] for name in both):
+            if any(before[name] > after[name] for name in both):
+                raise FileError(
+                    f"{files[1]}: began to count before {files[0]}: name the earlier scrape first"
+                )
+            restarted = {name for name in both if before[name] < after[name]}
+            if restarted and restarted != both:
+                raise FileError(
+                    f"{files[1]}: some of its engines were restarted after {files[0]}, and others "
+                    "were not: scrape twice without a restart between"
+                )
+            if restarted:
                 meta["scrapes"] = (
                     f"the server was restarted after {files[0].name}: {files[1].name} alone counts"
                 )
@@ -320,6 +333,14 @@ class Prometheus(Importer):
                     "cannot be told"
                 )
         return read(files, meta)
+
+
+def _is_fresh(text: str, begin: str) -> bool:
+    """Return True for /metrics of a server, whose metrics of speculation begin with `begin`."""
+    own = "|".join((re.split("[:_]", begin)[0] + "[:_]", STARTED))
+    return not text.lstrip().startswith(("{", "[")) and bool(
+        re.search(rf"^(?:# TYPE )?(?:{own})", text, re.MULTILINE)
+    )
 
 
 def _servers(text: str) -> list[str]:

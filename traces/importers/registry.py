@@ -48,7 +48,7 @@ def find_importer(name: str, files: Sequence[Path]) -> Importer:
 
 
 def looks_like(*files: Path) -> list[str]:
-    """Return the formats that the first file which looks like any (`Importer.sniff`) looks like."""
+    """Return the formats (`Importer.sniff`) of the first file that looks like any; else none."""
     for file in files:
         text = read_text(file)
         if found := [name for name, i in IMPORTERS.items() if i.sniff(text[: i.sniffed])]:

@@ -43,7 +43,12 @@ class SGLang(Importer):
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
         fixed = _fixed(options.draft_lengths)
-        found = [pair for file in files for pair in _infos(file)]
+        logged = [pair for file in files for pair in _infos(file)]
+        found = [(at, info) for at, info in logged if _is_finished(info)]
+        if logged and not found:
+            raise FileError(
+                f"{files[0]}: no response of it finished: log the last chunk of each response"
+            )
         if not found:
             raise FileError(
                 f"{files[0]}: no response with meta_info.spec_verify_ct: serve with speculative "
@@ -96,11 +101,17 @@ def _infos(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for holder in (row, *choices_of(row)):
             info = holder.get("meta_info")
             if isinstance(info, dict) and info.get("spec_verify_ct") is not None:
-                reason = info.get("finish_reason", {})
-                aborted = isinstance(reason, dict) and reason.get("type") == "abort"
-                # A streamed chunk before the last, whose counts the last one holds as well.
-                if not (aborted or reason is None):
-                    yield where, info
+                yield where, info
+
+
+def _is_finished(info: Mapping[str, Any]) -> bool:
+    """Return False for a response that was aborted, and for a streamed chunk before the last.
+
+    The last chunk's counts hold those of the chunks before.
+    """
+    reason = info.get("finish_reason", {})
+    aborted = isinstance(reason, dict) and reason.get("type") == "abort"
+    return not (aborted or reason is None)
 
 
 def _count(at: str, info: Mapping[str, Any], name: str) -> int:

@@ -40,7 +40,7 @@ FEWEST_TURNS = 30
 SIGNIFICANT = 4.0
 """Standard errors from which a dependence on accepted tokens counts."""
 RULED_OUT = 2.0
-"""Standard errors by which a dependence of `UNEXPLAINED` must exceed the one found."""
+"""Standard errors by which the dependence found must stay below `UNEXPLAINED`."""
 
 FORMS = "infer, none, at-least:N, fixed:N, hf-heuristic:N or another policy that reads no signal"
 
@@ -176,13 +176,15 @@ def infer(
         name = describe(policy)
         if isinstance(policy, Fixed):
             name = f"fixed:gamma={policy.gamma}"
+        remedy = f"name it with --draft-lengths {name}, or log more requests"
         if _coincidence(rounds) > math.log(CHANCE):
             continue
         unexplained = unexplained_share(turns, rounds, first)
         if unexplained is None:
             refused = refused or (
                 f"{name} is not contradicted, but with fewer than {FEWEST_TURNS} requests a "
-                "rule that stops by the draft's own signals cannot be told from it"
+                "rule that stops by the draft's own signals cannot be told from it: "
+                f"{remedy}"
             )
             continue
         share, error = unexplained
@@ -196,7 +198,8 @@ def infer(
         else:
             refused = refused or (
                 f"{name} is not contradicted, but the times of these {len(turns)} requests scatter "
-                "too much to tell a rule that stops by the draft's own signals from it"
+                "too much to tell a rule that stops by the draft's own signals from it: "
+                f"{remedy}"
             )
     if not shown:
         return Inference(tried, why=refused or "every one is contradicted by a round of the log")

@@ -215,9 +215,10 @@ def pooled(summaries: Sequence[Summary], meta: dict[str, Any]) -> Totals:
     else:
         longest = max(max(s.longest or 0, len(s.histogram) - 1) for s in summaries)
         # A histogram may end with the most that was accepted: then the drafted tokens tell more.
-        each = {math.ceil(s.drafted / s.rounds) for s in summaries if s.rounds}
-        if len(each) == 1:
-            longest = max(longest, *each)
+        begun = [s for s in summaries if s.rounds]
+        mean_drafts = {math.ceil(s.drafted / s.rounds) for s in begun}
+        if len(mean_drafts) == 1 and all(s.histogram[-1] for s in begun):
+            longest = max(longest, *mean_drafts)
         at_least = summed([s.histogram for s in summaries], longest)
         found = Totals(rounds, drafted, accepted, longest, at_least, len(summaries), meta=meta)
     # Last drafts lack tokens, and llama.cpp's rounds may be one more than are known.
