@@ -579,7 +579,7 @@ def check_models(
 def _share_trace(name: str, label: str) -> bool:
     """Return True if latencies and a recording, by name, are recorded with one trace.
 
-    Of the files in a folder, only its latency.parquet is recorded with its trace.
+    Only the latency.parquet of a folder is recorded with the folder's trace.
     """
     path = Path(label)
     try:
