@@ -34,7 +34,6 @@ def report(
     policy: options.PolicyOption = None,
     source: options.DraftedOption = None,
     always_draft: options.AlwaysOption = None,
-    one_pass: options.OnePassOption = False,
     gpu: options.GpuOption = None,
     weights: options.WeightsOption = None,
     serve: Annotated[
@@ -53,15 +52,11 @@ def report(
     from traces.store.engine_runs import read_measured
     from traces.store.writing import write_atomically
 
-    recording = load_recording(
-        run, latency, source, chooses="the report", gpu=gpu, weights=weights, one_pass=one_pass
-    )
-    if recording.trace.drafts_end or one_pass:
-        drafter = "a --one-pass drafter" if one_pass else recording.trace.source
-        with_it = "--one-pass" if one_pass else "--source"
+    recording = load_recording(run, latency, source, chooses="the report", gpu=gpu, weights=weights)
+    if recording.trace.drafts_end:
         raise DraftsimError(
-            f"the page's sliders change the cost of a drafted token, and {drafter} drafts all of a "
-            f"round's at once: price it with `draftsim simulate {with_it}`"
+            f"the page's sliders change the cost of a drafted token, and {recording.trace.source} "
+            "drafts all of a round's at once: price it with `draftsim simulate --source`"
         )
     table = drafting_always(recording.priced(), always_draft)
     say_calibrate([table], 2 if serve and table.knows_batches else 1)
@@ -90,7 +85,10 @@ def report(
         logs = [
             always_drafted(log, passes_always(table)) for log in (*ranking.logs, *compared.more)
         ]
-        said = [recording.said, *waiting_remarks()]
+        said = waiting_remarks()
+        # The remark on whose acceptance is priced at whose costs names the pair as well.
+        if recording.said_free or not any(line.startswith("acceptance of ") for line in said):
+            said.insert(0, recording.said)
         if always_draft is not None:
             said.append(f"--always-draft {always_draft}: the fewest draft passes of every round")
         data = report_data(

@@ -49,10 +49,10 @@ def split_name(text: str) -> tuple[str, str]:
 def load_file(text: str, max_gamma: int | None = None) -> LoadedPolicy:
     """Return the policy that `text` names, which has passed `check_policy`.
 
-    The file is run, as Python would run it: it may import modules next to it.  What it prints goes
-    to standard error, as results may be on standard output.  Longest drafts that `text` leaves at a
-    larger default are lowered to `max_gamma`; a policy that sets none (`DraftPolicy.longest_draft`)
-    is cut there.
+    The file is run, as Python would run it: it may import, at its top, modules next to it.  What
+    it prints with `print` goes to standard error, as results may be on standard output.  Longest
+    drafts that `text` leaves at a larger default are lowered to `max_gamma`; a policy that sets
+    none (`DraftPolicy.longest_draft`) is cut there.
 
     Raises ValueError if the file cannot be run, has no such policy, or that breaks the contract.
     """
@@ -63,7 +63,7 @@ def load_file(text: str, max_gamma: int | None = None) -> LoadedPolicy:
     if not (isinstance(found, type) and issubclass(found, DraftPolicy | BatchPolicy)):
         what = "has no class" if found is None else "has, but as no DraftPolicy or BatchPolicy,"
         raise ValueError(f"{text}: {path} {what} {name!r}: name a subclass of policies.DraftPolicy")
-    if found.__module__ != module.__name__:
+    if _is_elsewhere(found, module):
         # The mark would stay on a class that others use, too.
         raise ValueError(f"{text}: {path} imports {name!r}: name a class that the file defines")
     setattr(found, FILE_MARK, (f"{path.name}:{name}", digest))
@@ -97,8 +97,13 @@ def bounded(
     return LoadedPolicy(shown, Cut(policy, max_gamma), max_gamma)
 
 
-def said_cut(name: str, longest: int, whose: str) -> str:
-    """Return the note that a policy without a bound is cut at the `longest` draft of `whose`."""
+def said_cut(name: str, longest: int, whose: str, own: int | None = None) -> str:
+    """Return the note that a policy is cut at the `longest` draft of `whose`.
+
+    ``own`` is the policy's longest draft; None if it sets none.
+    """
+    if own is not None:
+        return f"{name} drafts up to {own} tokens: it is cut at length {longest}, {whose} longest"
     return (
         f"{name} sets no longest draft: it is cut at length {longest}, {whose} longest "
         "(set an attribute gamma_max, or define longest_draft())"
@@ -207,7 +212,9 @@ def _helpers(folder: Path, sources: list[bytes]) -> Iterator[None]:
         near = {name for name in new if "." not in name and _is_in(folder, sys.modules[name])}
         for name in new:
             if name.partition(".")[0] in near:
-                file = getattr(sys.modules.pop(name), "__file__", None)
+                helper = sys.modules.pop(name)
+                vars(helper).setdefault("print", _print)
+                file = getattr(helper, "__file__", None)
                 sources += [Path(file).read_bytes()] if file else []
 
 
@@ -217,6 +224,18 @@ def _is_in(folder: Path, module: ModuleType) -> bool:
     place = next(iter(getattr(module, "__path__", ())), file)
     ours = getattr(module, "__distribution__", None) == "draftsim"
     return Path(place).parent == folder and not ours
+
+
+def _is_elsewhere(found: type, module: ModuleType) -> bool:
+    """Return True if a class in `module` is another module's.
+
+    A class that `module` made by a call of `type` names the module of its metaclass, which has no
+    such class.
+    """
+    if found.__module__ == module.__name__:
+        return False
+    named = sys.modules.get(found.__module__)  # None: a helper, which is forgotten
+    return named is None or getattr(named, found.__name__, None) is found
 
 
 def _print(*values: object, **how: Any) -> None:

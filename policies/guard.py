@@ -2,8 +2,8 @@
 
 Reading a signal has a price, which is charged by what a policy declares (`DraftPolicy.reads`),
 and a recording is checked for what is declared.  So what was not declared cannot be read:
-neither of a recording nor of real models.  An answer of a policy that is no length of its draft is
-refused, too.
+neither of a recording nor of real models.  A policy's answer that is no length of
+its draft is refused, too.
 """
 
 from __future__ import annotations
@@ -50,19 +50,27 @@ class UndeclaredSignal(DraftsimError):
         )
 
     def by(self, reader: object) -> UndeclaredSignal:
-        """Return the same error, naming who read; one that already names somebody stays."""
+        """Return the same error, naming who read; one that already names a reader stays."""
         if self.reader is not None:
             return self
         return UndeclaredSignal(self.signal, type(unwrapped(reader)).__name__, self.declared_in)
 
 
 class PolicyError(DraftsimError, ValueError):
-    """A policy breaks the contract; the message says which part and how."""
+    """A policy breaks the contract; ``how`` says which part and how."""
+
+    def __init__(self, how: str, policy: str | None = None) -> None:
+        super().__init__(how, policy)
+        self.how, self.policy = how, policy
+
+    def __str__(self) -> str:
+        return self.how if self.policy is None else f"{self.policy} {self.how}"
 
     def by(self, policy: object) -> PolicyError:
-        """Return the same error, naming the policy; one that already names it stays."""
-        name, text = type(unwrapped(policy)).__name__, str(self)
-        return self if text.startswith(f"{name} ") else PolicyError(f"{name} {text}")
+        """Return the same error, naming the policy; one that already names a policy stays."""
+        if self.policy is not None:
+            return self
+        return PolicyError(self.how, type(unwrapped(policy)).__name__)
 
 
 def length_from(method: str, answer: Any, longest: int | None) -> int:

@@ -203,5 +203,6 @@ def capped(policy: AnyPolicy, max_gamma: int, explicit: Collection[str] = ()) ->
     if not lowered:
         return policy
     made = type(policy)(**{**values, **lowered})
-    # Parameters that leave the longest draft as it is are no lengths.
-    return policy if made.longest_draft() == policy.longest_draft() else made
+    # A user's parameters that leave the longest draft as it is are no lengths.
+    shipped = type(policy) in POLICIES.values()
+    return made if shipped or made.longest_draft() != policy.longest_draft() else policy

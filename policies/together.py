@@ -98,7 +98,7 @@ class Together(ABC):
         """Draft for every member of this iteration, and leave in it what is to be verified.
 
         Raises UndeclaredSignal if a policy reads a signal that it does not declare, and PolicyError
-        if it answers with a length that there is not.
+        if it returns a length outside its draft.
         """
         try:
             for member, cap in zip(members, self._begin(members, load), strict=True):

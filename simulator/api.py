@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from policies.lengths.basic import Autoregressive
 from policies.registry import PLAIN, is_bound
 from simulator.chosen import Policies, load_serving_policies, swept_policies
 from simulator.recording import (
+    GIVEN,
     Recording,
     check_carried,
     check_models,
@@ -325,7 +327,7 @@ def serve(
     notes: list[str] = []
     policies = _listed(policies)
     concurrency, rate = _axis("concurrency", concurrency, whole=True), _axis("rate", rate)
-    recording = _recording(trace, latency, source, notes, acceptance, plain=policies == [PLAIN])
+    recording = _recording(trace, latency, source, notes, acceptance, plain=_is_plain(policies))
     policies, rule = recording.alike(policies, verify, say=notes.append)
     measured = recording.latency
     closed = rate is None and arrivals is None
@@ -420,7 +422,7 @@ def plan(
     notes: list[str] = []
     policies = _listed(policies)
     recording = _recording(
-        trace, latency, source, notes, acceptance, "a plan", plain=policies == [PLAIN]
+        trace, latency, source, notes, acceptance, "a plan", plain=_is_plain(policies)
     )
     policies, rule = recording.alike(policies, verify, say=notes.append)
     measured = recording.latency
@@ -453,7 +455,7 @@ def sweep(
     alpha: Sequence[float] = (),
     gamma: Sequence[int] = (),
     concurrency: Sequence[int] = (1,),
-    context: Sequence[int] | None = None,
+    context: Sequence[int | None] | None = None,
     gpus: Sequence[str] = (),
     verify_ratio: float = 1.0,
     tilt: str = "coupled",
@@ -485,7 +487,7 @@ def sweep(
     concurrency:
         Sequences decoded together.
     context:
-        Prompt tokens to price at; None: as recorded.
+        Prompt tokens to price at; None, also as one of them: as recorded.
     gpus:
         Names of GPUs that the latencies are extrapolated to.
     resamples:
@@ -511,7 +513,7 @@ def sweep(
     ratios, rates = _axis("c", c) or (), _axis("alpha", alpha) or ()
     lengths = _axis("gamma", gamma, whole=True) or ()
     sizes = _axis("concurrency", concurrency, whole=True) or ()
-    contexts = _axis("context", context, whole=True)
+    contexts = _axis("context", context, whole=True, none=True)
     devices = _listed(gpus) or []
     by_ratio = bool(ratios) and latency is None and not devices
     recording = _recording(trace, latency, source, notes, acceptance, "a sweep", by_ratio=by_ratio)
@@ -558,7 +560,7 @@ def _recording(
     else:
         outputs = find_trace(trace)
     if isinstance(latency, LatencyTable):
-        tables = {"latency": latency}
+        tables = {GIVEN: latency}
     elif by_ratio:
         tables = {}
     else:
@@ -589,7 +591,7 @@ def _given(
     tables = {}
     if latency is not None:
         found = find_latency(latency) if isinstance(latency, str) else latency
-        tables = {latency if isinstance(latency, str) else "latency": found}
+        tables = {latency if isinstance(latency, str) else GIVEN: found}
         if trace.source == DRAFT_MODEL:
             own_source(found, trace, {})
         else:
@@ -598,6 +600,12 @@ def _given(
     check_models("trace", models, tables, None, None, notes.append)
     trace = imputed("trace", trace, chooses, notes.append)
     return Recording("trace", trace, trace, tables, models, "", None, {})
+
+
+def _is_plain(policies: Policies | None) -> bool:
+    """Return True if there are policies, and none of them drafts."""
+    # A subclass may draft.
+    return bool(policies) and all(p == PLAIN or type(p) is Autoregressive for p in policies or ())
 
 
 def _listed(given: Any) -> list[Any] | None:
@@ -612,13 +620,20 @@ def _listed(given: Any) -> list[Any] | None:
     return [v.item() if isinstance(v, np.generic) else v for v in (given if many else [given])]
 
 
-def _axis(name: str, given: Any, whole: bool = False) -> list[Any] | None:
-    """Return the numbers of an axis (`_listed`); DraftsimError if one is no (`whole`) number."""
+def _axis(name: str, given: Any, whole: bool = False, none: bool = False) -> list[Any] | None:
+    """Return the numbers of an axis (`_listed`); ``none``: None may be one of them.
+
+    DraftsimError if one is no (`whole`) number.
+    """
     values = _listed(given)
     for value in values or ():
+        if value is None and none:
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value % 1):
             raise DraftsimError(f"{name} holds {value!r}, expected {'whole ' * whole}numbers")
-    return values if values is None or not whole else [int(value) for value in values]
+    if values is None or not whole:
+        return values
+    return [None if value is None else int(value) for value in values]
 
 
 def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:

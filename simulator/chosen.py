@@ -140,12 +140,13 @@ def name_or_added(
     """Return the name of a shipped policy; None for others, which are added to `chosen`.
 
     Those are objects, each made `ready`, and classes in files.  Their longest drafts are lowered
-    to `limit` as those of names are (`capped`); `say` is told if a policy that sets none is cut.
+    to `limit` (`within`, `load_file`).  `say` is told which policy is cut.
     Raises DraftsimError if `text` is neither, or `chosen` has a class of another file under its
     name.
     """
     if isinstance(text, str) and not is_file(text):
         return text
+    bound = None
     if isinstance(text, str):
         own = exact_policy(text)
         try:
@@ -156,13 +157,14 @@ def name_or_added(
         check_file(text, name, policy, chosen)
     else:
         policy, cut = within(text, limit)
+        bound = policy.longest_draft()
         if repeats(policy, chosen):
             return None
         name = name_of(policy, chosen)
         policy = Cut(policy, cut) if cut and isinstance(policy, DraftPolicy) else policy
         policy = ready(name, policy)
     if cut is not None:
-        say(said_cut(name, cut, "the recording's"))
+        say(said_cut(name, cut, "the recording's", bound))
     chosen[name] = policy
     return None
 
@@ -174,9 +176,9 @@ def check_file(text: str, name: str, policy: Served, chosen: Mapping[str, Served
 
 
 def within(policy: Served, limit: int | None) -> tuple[Served, int | None]:
-    """Return an object's policy with its defaults lowered to `limit`, and the length to cut it at.
+    """Return an object's policy, and the length to cut its drafts at; None: it is not cut.
 
-    That is None if it sets a longest draft.  Raises DraftsimError if it is no policy.
+    Defaults of a shipped policy are lowered to `limit`.  Raises DraftsimError if it is no policy.
     """
     if not isinstance(policy, DraftPolicy | BatchPolicy):
         raise DraftsimError(
@@ -186,9 +188,14 @@ def within(policy: Served, limit: int | None) -> tuple[Served, int | None]:
     longest = policy.longest_draft()
     if limit is None or (longest is not None and longest <= limit):
         return policy, None
+    lowered = policy
     with suppress(AttributeError, TypeError, ValueError):  # a parameter kept in another form
-        policy = capped(policy, limit)
-    return policy, limit if policy.longest_draft() is None else None
+        lowered = capped(policy, limit)
+    if type(policy) in POLICIES.values():
+        return lowered, limit if lowered.longest_draft() is None else None
+    # A user's object is cut instead: a new one would lack what was set after construction.
+    by_default = lowered is not policy and isinstance(policy, DraftPolicy)
+    return policy, limit if longest is None or by_default else None
 
 
 def repeats(policy: Served, chosen: Mapping[str, Served]) -> bool:

@@ -465,7 +465,7 @@ def _drafter(
         of = next((label for label, head in heads.items() if head is not None), None)
         if drafter is None and of is not None and outputs.meta.get("draft") is not None:
             raise DraftsimError(
-                f"--source {source}: the latencies of {of} are those of {heads[of]}, without "
+                f"--source {source}: {_latencies_of(of)} are those of {heads[of]}, without "
                 "passes of the draft model: drop --source, or name a recording of the draft model "
                 "(`draftsim list`)"
             )
@@ -479,7 +479,7 @@ def _drafter(
     head = None if deciding is None else engine_head(deciding.meta)
     if given and before != head and own is not None and chosen:
         say(
-            f"drafting with {head or 'the draft model'}, like the latencies of {next(iter(told))}; "
+            f"drafting with {head or 'the draft model'}, like {_latencies_of(next(iter(told)))}; "
             f"{name} was measured with {before or 'the draft model'}"
         )
     if deciding is None or head is None:
@@ -509,6 +509,14 @@ def _own_latency(name: str) -> LatencyTable | None:
         return None
 
 
+GIVEN = "the given latencies"
+"""Name of latencies that were given as an object."""
+
+
+def _latencies_of(label: str) -> str:
+    return label if label == GIVEN else f"the latencies of {label}"
+
+
 def check_models(
     name: str, known: Models, tables: Tables, drafter: Source | None,
     option: str | None, say: Say,
@@ -535,6 +543,11 @@ def check_models(
         if differ:
             other = f"{' and '.join(differ)} {'differ' if len(differ) > 1 else 'differs'}"
             if option is not None:
+                if label == GIVEN:
+                    raise DraftsimError(
+                        f"{label}: the {other} from the default recording's, {name} ({pair}): name "
+                        "the recording to draft from"
+                    )
                 remedy = f"name the recording to draft from, {option} {label}"
                 if not _has_trace(label):
                     remedy = (
@@ -548,25 +561,34 @@ def check_models(
             costs.append(f"{label} ({whose}: the {other})")
         elif option is not None and known["target"] and not (told and said["target"]):
             if not table.is_constant:
+                if label == GIVEN:
+                    raise DraftsimError(
+                        f"{label} do not name their models, and the default recording {name} is of "
+                        f"{pair}: name the recording whose acceptance fits"
+                    )
                 raise DraftsimError(
                     f"--latency {label} does not name its models, and the default recording {name} "
                     f"is of {pair}: name the recording whose acceptance fits, {option} RUN "
                     f"(`draftsim import` makes one from a server's log; {option} {name} is the "
                     "default)"
                 )
-            costs.append(f"{label}; {option} names another recording")
+            costs.append(label + (f"; {option} names another recording" * (label != GIVEN)))
         elif known["target"] and not told:
-            costs.append(f"{label}, which does not name its models")
+            its = "do not name their" if label == GIVEN else "does not name its"
+            costs.append(f"{label}, which {its} models")
     if costs:
         whose = name.removeprefix("acceptance of ")
         say(f"acceptance of {whose} ({pair}) at the costs of {', '.join(costs)}")
 
 
 def _share_trace(name: str, label: str) -> bool:
-    """Return True if latencies and a recording, by name, are recorded with one trace."""
+    """Return True if latencies and a recording, by name, are recorded with one trace.
+
+    Only the latency.parquet of a folder is recorded with the folder's trace.
+    """
     path = Path(label)
     try:
-        folder = folder_of(path.parent if path.is_file() else label)
+        folder = folder_of(path.parent if path.name == "latency.parquet" else label)
         return folder is not None and folder == folder_of(name)
     except FileError:
         return False
@@ -618,8 +640,9 @@ def device_of(table: LatencyTable) -> str:
     note = table.meta.get("scaled")
     if not isinstance(note, Mapping):
         return device
+    there = device if device == note["from"] else f"scaled to {device}"
     return ", ".join([
-        f"scaled to {device}", *(f"{role} in {form}" for role, form in note["weights"].items())
+        there, *(f"{role} in {form}" for role, form in note["weights"].items())
     ])  # fmt: skip
 
 

@@ -47,6 +47,23 @@ class UpTo(DraftPolicy):
         return len(draft) < self.most
 
 
+class Trained(DraftPolicy):
+    """Drafts as many tokens as it was trained to."""
+
+    def __init__(self, gamma: int = 9) -> None:
+        self.gamma, self.learnt = gamma, 0
+
+    def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
+        return len(draft) < self.learnt
+
+
+def trained() -> Trained:
+    """Return a policy with an attribute set after construction."""
+    policy = Trained()
+    policy.learnt = 4
+    return policy
+
+
 class Endless(DraftPolicy):
     """Drafts as long as it may."""
 
@@ -188,6 +205,12 @@ def test_objects_are_held_to_the_recorded_length_as_names_are() -> None:
     assert [note for note in found.notes if "cut at" in note] == cut
     speedup = found.table.set_index("policy")["speedup"]
     assert speedup["Endless"] == speedup["Batched"] == speedup["fixed:gamma=6"]
+    found = draftsim.predict(short, latency, [trained(), "fixed:gamma=4"], resamples=20)
+    assert "Trained drafts up to 9 tokens: it is cut at length 6, the recording's longest" in (
+        found.notes
+    )
+    speedup = found.table.set_index("policy")["speedup"]
+    assert speedup["Trained"] == speedup["fixed:gamma=4"]
     for wrong in (Fixed, None, 3):
         with pytest.raises(draftsim.DraftsimError, match="is no policy: give a name, or an object"):
             draftsim.predict(short, latency, [wrong])  # type: ignore[list-item]
@@ -374,9 +397,14 @@ def test_python_and_the_command_refuse_with_the_same_line(
 
 @pytest.mark.usefixtures("nothing_named")
 def test_plain_decoding_alone_needs_no_recording(run: Run) -> None:
-    found = draftsim.serve(latency="bundled", policies="autoregressive", concurrency=1, requests=20)
-    asked = ("--latency", "bundled", "--policy", "autoregressive", "--batch", "1")
-    rows = run("serve", *asked, "--requests", "20", "--json", "-").rows
+    asked = {"latency": "bundled", "concurrency": 1, "requests": 20}
+    found = draftsim.serve(policies="autoregressive", **asked)
+    given = draftsim.serve(policies=[Autoregressive()], **asked)
+    assert given.table["throughput_tok_s"].equals(found.table["throughput_tok_s"])
+    with pytest.raises(draftsim.DraftsimError, match="from the default recording's"):
+        draftsim.serve(policies=[Both()], **asked)
+    named = ("--latency", "bundled", "--policy", "autoregressive", "--batch", "1")
+    rows = run("serve", *named, "--requests", "20", "--json", "-").rows
     assert rows[0]["throughput_tok_s"] == pytest.approx(found.table["throughput_tok_s"][0])
 
 
@@ -388,6 +416,8 @@ def test_arguments_may_be_of_any_kind_of_sequence() -> None:
     fixed = {**few, "policies": (name for name in ["fixed"])}
     lengths = draftsim.sweep("bundled", gamma=np.array([1, 2]), context=np.array([50.0]), **fixed)
     assert list(lengths.table["policy"]) == ["fixed:gamma=1", "fixed:gamma=2"]
+    recorded = draftsim.sweep("bundled", context=[None, 50], **few).table["context"]
+    assert recorded.isna().tolist() == [True, False]
     served = draftsim.serve(
         "bundled", policies="gammatune", concurrency=np.array([1, 2]), requests=20
     )

@@ -92,7 +92,7 @@ class Other:
 RUN_AS_PYTHON = """
 from __future__ import annotations
 from dataclasses import dataclass
-from helper import LENGTH
+from helper import LENGTH, Helped, asked
 from policies import DraftPolicy
 from policies.lengths.gammatune import GammaTune
 
@@ -103,8 +103,19 @@ class Mine(DraftPolicy):
     gamma: int = LENGTH
 
     def keep_drafting(self, draft):
-        print("asked")
+        asked()
         return len(draft) < self.gamma
+
+Made = type("Made", (Mine,), {})
+"""
+
+HELPER = """
+from policies import DraftPolicy
+
+class Helped(DraftPolicy): ...
+
+def asked():
+    print("asked")
 """
 
 
@@ -140,7 +151,7 @@ def test_a_file_is_run_as_python_would_run_it(
     path, found = [*sys.path], []
     for folder, length in (("a", 2), ("b", 3), ("b", 4)):
         (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / "helper.py").write_text(f"LENGTH = {length}")
+        (tmp_path / folder / "helper.py").write_text(f"{HELPER}LENGTH = {length}")
         file = tmp_path / folder / "mine.py"
         file.write_text(RUN_AS_PYTHON)
         found.append(load_file(f"{file}:Mine", 24).policy)
@@ -152,8 +163,10 @@ def test_a_file_is_run_as_python_would_run_it(
     assert ran.rows[1]["policy"] == "mine.py:Mine"
     assert "said" in ran.err
     assert "asked" in ran.err
-    ran = run("simulate", "--trace", synthetic_run, "--policy", f"{file}:GammaTune")
-    assert "imports 'GammaTune': name a class that the file defines" in ran.refusal
+    assert load_file(f"{file}:Made").name == "mine.py:Made"
+    for other in ("GammaTune", "Helped"):
+        ran = run("simulate", "--trace", synthetic_run, "--policy", f"{file}:{other}")
+        assert f"imports {other!r}: name a class that the file defines" in ran.refusal
     assert file_of(GammaTune()) is None
     assert describe(GammaTune()) == "gammatune"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -162,7 +163,21 @@ def test_a_recordings_own_latencies_are_of_its_models(named: tuple[str, ...], ru
         assert "acceptance of" not in ran.err
     # The engine called both models by their folder, which tells nothing of an object.
     given = draftsim.predict(find_trace(DEFAULT_TRACE), find_latency(DEFAULT_TRACE), ["fixed"])
-    assert "at the costs of latency, which does not name its models" in given.notes[0]
+    assert "at the costs of the given latencies, which do not name their models" in given.notes[0]
+    # An object has no option.
+    with pytest.raises(DraftsimError, match=r"^the given latencies: the .*to draft from$"):
+        draftsim.predict(latency=find_latency("bundled"))
+
+
+def test_only_a_folders_own_latencies_are_recorded_with_its_trace(tmp_path: Path, run: Run) -> None:
+    folder = BUNDLED / "bundled"
+    for file in ("trace", "latency"):
+        shutil.copy(folder / f"{file}.parquet", tmp_path)
+    write_latency(find_latency("smollm2-cpu"), tmp_path / "other.parquet")
+    for file, said in (("latency", False), ("other", True)):
+        latency = tmp_path / f"{file}.parquet"
+        ran = run("simulate", "--trace", tmp_path, "--latency", latency, *QUICK).ok()
+        assert ("the target and draft differ" in ran.err) == said
 
 
 @pytest.mark.usefixtures("nothing_named")

@@ -367,6 +367,7 @@ def test_plots_count_prefill_as_the_table_does(
         )
         assert drawn.keys() == {"speedup", "categories", "survival"} | more
         assert any("of decoding alone" in line for line in found[1]) == prefill
+        assert any("robustness.png" in line for line in found[1]) == prefill
         labels = {name: label for name, (_, label) in drawn.items()}
         assert ("prefill counted" in labels["speedup"]) == prefill
         assert "prefill" not in labels["survival"]

@@ -222,6 +222,8 @@ def test_capped_lowers_defaults_and_leaves_choices_alone() -> None:
     assert describe(capped(Fixed(), 24)) == "fixed"
     assert describe(capped(HFHeuristic(), 24)) == "hf-heuristic:gamma_max=24"
     assert describe(capped(HFHeuristic(gamma=30), 24)) == "hf-heuristic:gamma=30,gamma_max=30"
+    # A first draft length is lowered although the longest is chosen.
+    assert capped(HFHeuristic(gamma_max=7), 3, explicit=["gamma_max"]).gamma == 3
     # A gamma that is no length, or not the longest draft, stays as it is.
     for made in (Tempered(), Tempered(gamma=50), Tempered("auto"), Tempered(gammas=None)):
         assert capped(made, 24) is made

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from commands.common import output
-from commands.common.output import answering, emit, note, remark, wrapped
+from commands.common.output import answering, emit, note, remark, waiting_remarks, wrapped
 from commands.common.printed import print_table
 from traces.errors import DraftsimError
 
@@ -54,6 +54,15 @@ def test_remarks_wait_for_the_answer(capsys: pytest.CaptureFixture[str]) -> None
         remark("kept")
         raise DraftsimError("refused")
     assert capsys.readouterr().err.split() == ["kept"]
+
+
+def test_a_page_has_whole_remarks_without_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering():
+        remark("approximate")
+        remark("  by a model")
+        remark("optimistic: `draftsim calibrate` fits a server")
+        assert waiting_remarks() == ["approximate; by a model", "optimistic"]
+    assert "`draftsim calibrate`" in capsys.readouterr().err
 
 
 def test_what_is_the_same_in_every_row_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,8 +235,6 @@ def test_the_page_says_whose_costs_these_are_and_what_they_leave_out(
     run(*common, "--latency", costs).ok()
     assert f"at the costs of {costs}" in out.read_text().partition("</header>")[0]
     assert "priced with constant latencies" in out.read_text()
-    refused = run(*common, "--latency", costs, "--one-pass").refusal
-    assert "a --one-pass drafter drafts all of a round's at once" in refused
 
 
 def test_no_fixed_length_is_said_to_adapt() -> None:

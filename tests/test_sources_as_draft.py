@@ -297,7 +297,7 @@ def test_sweeps_ladders_and_searches_take_it(case: Any) -> None:
     if tuned.document is not None:
         rows = tuned.document["num_speculative_tokens_per_batch_size"]
         assert 0 <= max(row[-1] for row in rows) <= OFFSETS
-    with pytest.raises(DraftsimError, match="acceptance by start"):
+    with pytest.raises(DraftsimError, match="acceptance by draft position"):
         Sweep(trace, names, Prices(latencies={"own": table}), [0.5])
 
 

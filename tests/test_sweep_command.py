@@ -342,4 +342,4 @@ def test_batches_whose_cache_does_not_fit_are_left_out(run: Run, tmp_path: Path)
 def test_drafts_of_every_start_have_no_other_acceptance(run: Run, tilt: str) -> None:
     ran = run("sweep", "--trace", "smollm2-vllm-eagle3-cpu", "--c", "0.1", "--alpha", "0.5",
               "--tilt", tilt, "--policy", "fixed:gamma=2", "--jobs", 1)  # fmt: skip
-    assert "holds acceptance by start, which cannot be made better or worse" in ran.refusal
+    assert "holds acceptance by draft position, which cannot be made better or worse" in ran.refusal

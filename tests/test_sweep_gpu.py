@@ -132,7 +132,7 @@ def test_weights_of_a_format_are_carried_to_on_the_device_measured_too(
         found[name] = read_sweep(out)
         assert found[name]["scaled"].all() == (name != "measured")
         if name == "target":
-            assert "scaled to h200, target in awq-int4: approximate" in result.stderr
+            assert "measured on h200, target in awq-int4: approximate" in result.stderr
     assert set(found["away"]["gpu"]) == {"h100"}
     wall = {name: float(frame["wall_s"].iloc[0]) for name, frame in found.items()}
     assert wall["target"] < min(wall["both"], wall["measured"])

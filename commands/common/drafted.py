@@ -253,10 +253,11 @@ def say_scaling(prices: Prices, say: Say = remark) -> None:
         if not isinstance(how, Mapping):
             say(f"{name}: scaled, not measured: {scaling_words(own[0].table)}")
             continue
-        there = ", ".join(t.gpu for t in own)
-        kept = ", ".join(f"{role} in {form}" for role, form in how["weights"].items())
-        to = f"{there}, {kept}" if kept else there
         known = "composed for" if "composed" in own[0].table.meta else "measured on"
-        say(f"{name}: {known} {how['from']}, scaled to {to}: approximate")
+        home = f"{known} {how['from']}"
+        there = ", ".join(t.gpu for t in own if t.gpu != how["from"])
+        to = [f"scaled to {there}"] if there else []
+        kept = [f"{role} in {form}" for role, form in how["weights"].items()]
+        say(f"{name}: {', '.join([home, *to, *kept])}: approximate")
         say(f"  by {scaling_error(how)}")
         say(f"  {interval_words(own[0].table)}")

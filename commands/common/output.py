@@ -193,8 +193,18 @@ def remark(text: str) -> None:
 
 
 def waiting_remarks() -> list[str]:
-    """Return the remarks that wait, for a file that has to say them too."""
-    return [text.strip() for text in _WAITING.get() or ()]
+    """Return the remarks that wait, for a page that has to say them too.
+
+    An indented one belongs to the one before it.  Commands that they recommend are left out.
+    """
+    found: list[str] = []
+    for text in _WAITING.get() or ():
+        said = text.strip().partition(": `draftsim ")[0]
+        if text[:1].isspace() and found:
+            found[-1] += f"; {said}"
+        else:
+            found.append(said)
+    return found
 
 
 def say_remarks() -> None:

@@ -171,7 +171,7 @@ def pair(
 
 
 def sources(
-    context: typer.Context,
+    ctx: typer.Context,
     models: Models,
     texts: RecordedTexts,
     timing: TimedPasses,
@@ -218,7 +218,7 @@ def sources(
         )
     if heads_text is not None:
         check_heads_text(out, heads_text, force)
-    with _claimed(models, texts, timing, out, force, _given(context)) as job:
+    with _claimed(models, texts, timing, out, force, _given(ctx)) as job:
         check_layers(job.pair, exit_layers)
         parts = ["early exits, heads, layer skip"] if exit_layers else []
         recording.complete(job, [*parts, *(s.key for s in drafters)], force)
@@ -232,7 +232,7 @@ def sources(
 
 
 def decode(
-    context: typer.Context,
+    ctx: typer.Context,
     models: Models,
     texts: RecordedTexts,
     timing: TimedPasses,
@@ -283,7 +283,7 @@ def decode(
         raise DraftsimError("--memory and --split both give the rule a memory: choose one")
     if run_code:
         recording.check_code(out, texts.prompts, bool(again))
-    with _claimed(models, texts, timing, out, given=_given(context)) as job:
+    with _claimed(models, texts, timing, out, given=_given(ctx)) as job:
         runs = [f"{one.policy} under {one.rule}" for one in again]
         recording.complete(job, [*runs, *(["which code passes"] if run_code else [])])
         if again:
@@ -366,9 +366,9 @@ def _claimed(
         )  # fmt: skip
 
 
-def _given(context: typer.Context) -> set[str]:
+def _given(ctx: typer.Context) -> set[str]:
     """Return the parameters that a value was given for."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     return {name for name, source in sources.items() if source and source.name != "DEFAULT"}
 
 

@@ -346,7 +346,8 @@ def save_all(
             "policies with --policy to draw them"
         )
     if prefill:
-        said.append("cost_ratio.png and robustness.png are of decoding alone: drop --prefill")
+        alone = "cost_ratio.png and robustness.png are" if exact else "cost_ratio.png is"
+        said.append(f"{alone} of decoding alone: drop --prefill")
     else:
         drawn, left_out = _of_decoding(trace, latency, some, texts, exact)
         figures |= drawn

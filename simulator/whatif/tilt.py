@@ -392,8 +392,8 @@ def _check_by_position(trace: Trace) -> None:
     """Raise DraftsimError if every start has drafts of its own, which no match changes."""
     if trace.by_start:
         raise DraftsimError(
-            "the trace holds acceptance by start, which cannot be made better or worse: leave "
-            "out what asks for another acceptance"
+            "the trace holds acceptance by draft position, which cannot be made better or worse: "
+            "leave out what asks for another acceptance"
         )
 
 
