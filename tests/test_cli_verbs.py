@@ -34,7 +34,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def stand_in(verb: str = verb, **given: Any) -> None:
             last.clear()
             last.update(given, verb=verb)
-            last.pop("context", None)  # it is each call's own
+            last.pop("ctx", None)  # it is each call's own
 
         monkeypatch.setattr(module, verb, wraps(real)(stand_in))
     return last
