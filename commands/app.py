@@ -227,7 +227,7 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Let printing fail neither where the streams are closed nor where they lack a character."""
+    """Keep printing from failing if a stream is closed or cannot encode a character."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

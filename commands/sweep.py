@@ -279,8 +279,8 @@ def _check_places(out: Path, table: Path, ends: Path | None) -> None:
         check_place(path, BEGINS[".parquet"])
         if path.is_file() and path.stat().st_size and kind_of(path) not in ("sweep", "break-even"):
             raise FileError(
-                f"{path}: is written, too, and holds something else than a sweep: name another "
-                "--out, or remove it"
+                f"{path}: the sweep writes this file too, and it holds something else: name "
+                "another --out, or remove it"
             )
 
 

@@ -75,7 +75,7 @@ def test_a_file_switches_off_what_the_command_line_does(
         ("run.json", '{"rate": 1, "rate": 2}', "rate comes twice"),
         ("run.yaml", "batch: 1\nconcurrency: 2", "batch and concurrency are one option"),
         ("run.yaml", "trace: no-such-pair", "no-such-pair: no such file"),
-        ("run.yaml", "on: 1", "is no name"),
+        ("run.yaml", "on: 1", "is not text, as names of options are"),
         ("run.yaml", "serve: {requests: 1}", "serve is no option: write options without a heading"),
         ("run.ini", "", "unknown suffix"),
         ("run.toml", "=", "is no TOML"),

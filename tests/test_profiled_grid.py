@@ -107,7 +107,7 @@ def test_contexts_end_where_the_pairs_positions_do(
     run_profile(replace(job, max_context=1020))  # the bundled pair has 1024 positions
     assert max(measured[0].contexts) == 1019
     said = " ".join(capsys.readouterr().err.split())
-    assert "contexts of up to 1019 tokens: after more the pair has no positions" in said
+    assert "contexts of up to 1019 tokens: the pair has no positions" in said
     measure_latency(job.info, job.out, Settings(grid=Grid()), max_context=9000)
     assert (max(measured[1].contexts), measured[1].prompts[-1]) == (999, 1024)
     assert "up to 999 tokens" in capsys.readouterr().err

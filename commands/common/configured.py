@@ -238,7 +238,7 @@ def _parsed_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """The safe loader, which tells only true, false and null from text."""
+        """A safe loader that reads all scalars as text, except true, false and null."""
 
     kept = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
     Loader.yaml_implicit_resolvers = {
@@ -260,7 +260,7 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for name, value in pairs:
         if not isinstance(name, str):
-            raise ValueError(f"{name} is no name")
+            raise ValueError(f"{name} is not text, as names of options are")
         if name in found:
             raise ValueError(f"{name} comes twice")
         found[name] = value

@@ -150,10 +150,10 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
 
 
 def _say_cut(grid: Grid) -> None:
-    """Say how far the latencies are measured of a pair that has no positions for more."""
+    """Print the longest context measured, where the pair has no positions for a longer one."""
     note(
-        f"latencies are measured at contexts of up to {max(grid.contexts)} tokens: after more the "
-        f"pair has no positions for a pass over {grid.widest}"
+        f"latencies are measured at contexts of up to {max(grid.contexts)} tokens: the pair has no "
+        f"positions for a pass of {grid.widest} tokens after a longer one"
     )
 
 
