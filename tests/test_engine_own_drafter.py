@@ -17,7 +17,7 @@ import pytest
 from policies import Round, parse_policy
 from policies.batch.tables import BatchTable
 from policies.together import Policy
-from profiler.engines.cells import Cell, EngineGrid, Sample
+from profiler.engines.cells import SAMPLE, Cell, EngineGrid
 from profiler.engines.drafts import EngineDrafts, Forced
 from profiler.engines.measure import cells_of
 from profiler.engines.session import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
@@ -171,7 +171,7 @@ def test_the_environment_may_name_the_engines_drafter() -> None:
     assert not asks_for_engine('{"policy": "gammatune", "source": "pld"}')
 
 
-def own(cell: Cell) -> Sample:
+def own(cell: Cell) -> tuple[Any, ...]:
     """2 ms for a pass of the drafter along, 3 for the first of a draft and 1 for each other.
 
     A token more in a first pass takes 0.01 ms.
@@ -180,15 +180,15 @@ def own(cell: Cell) -> Sample:
     drafting_s = 3e-3 + 1e-3 * (asked - 1) if asked else 2e-3
     drafting_s += 1e-5 * (cell.batch * asked + cell.prompts * cell.tokens)
     parts = {**dict.fromkeys(PARTS, 1e-3), "propose": drafting_s}
-    return Sample(0.02, tuple(parts.values()), cell.context, 0.01, 1e-3)
+    return (*cell, cell.context, 0.02, *parts.values(), 0.01, 1e-3)
 
 
 def test_the_drafters_passes_are_read_from_iterations_that_ask_for_more_and_more() -> None:
     grid = EngineGrid(
         (1, 4), (1, 2, 5), (64, 256), ((1, 16), (1, 64)), (1, 3), (1, 5), (16, 64), 1, 3
     )
-    samples = {cell: [own(cell)] * 3 for block in grid.blocks() for cell in block}
-    table = LatencyTable(cells_of(samples, own_passes=True))
+    rows = [own(cell) for block in grid.blocks() for cell in block for _ in range(3)]
+    table = LatencyTable(cells_of(pd.DataFrame(rows, columns=SAMPLE), own_passes=True))
 
     def read(phase: str, batch: int, width: int) -> float:
         return float(table.seconds("draft", phase, batch=batch, new_tokens=width, context=100))

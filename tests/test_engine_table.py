@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -16,10 +17,11 @@ from commands.engine.check import engine_options, grid_of, often, predicted
 from commands.engine.profile import say_slow_dtype
 from policies import parse_policy
 from profiler.engines import measure, vllm
-from profiler.engines.cells import Cell, EngineGrid, Sample
+from profiler.engines.cells import SAMPLE, SIZES, Cell, EngineGrid
 from profiler.engines.engine import EngineOptions
 from profiler.engines.measure import (
     SWING,
+    Average,
     cells_of,
     follows,
     held_out_errors,
@@ -42,41 +44,43 @@ def device_s(batch: int, width: int, context: float) -> float:
     return 0.01 + 1e-4 * batch * width + 1e-6 * batch * context
 
 
-def sample(cell: Cell, control_s: float = 1e-3, slower: float = 1.0) -> Sample:
+Samples = dict[Cell, list[tuple[Any, ...]]]
+
+
+def sample(cell: Cell, control_s: float = 1e-3, slower: float = 1.0) -> tuple[Any, ...]:
     """An iteration that takes what `device_s` says, and round numbers besides."""
     decode_s = device_s(cell.batch, cell.width, cell.context) if cell.batch else 0.0
     parts = dict.fromkeys(PARTS, 1e-4)
     parts |= {"execute": slower * decode_s - 1e-4, "propose": 2e-5 + 1e-6 * (cell.width - 1)}
     prompt_s = 5e-4 * cell.prompts * cell.tokens
     seconds = slower * decode_s + prompt_s
-    return Sample(seconds, tuple(parts.values()), cell.context, decode_s, control_s)
+    return (*cell, cell.context, seconds, *parts.values(), decode_s, control_s)
 
 
-def measured(grid: EngineGrid = GRID) -> dict[Cell, list[Sample]]:
+def frame(samples: Samples) -> pd.DataFrame:
+    return pd.DataFrame([row for own in samples.values() for row in own], columns=SAMPLE)
+
+
+def measured(grid: EngineGrid = GRID) -> Samples:
     return {cell: [sample(cell)] * 3 for block in grid.blocks() for cell in block}
 
 
 def test_a_spike_is_spread_over_all_cells_and_no_time_is_lost() -> None:
     rng = np.random.default_rng(0)
-    samples: dict[Cell, list[Sample]] = {
+    samples: Samples = {
         cell: [sample(cell, slower=float(x)) for x in rng.uniform(1, 1.1, 8)]
         for cell in GRID.blocks()[0]
     }
     seen = Cell("decode", 1, 1, 64)
     samples[seen][0] = sample(seen, slower=40.0)
-    shared = spikes_shared(samples)
-
-    def whole_s(of: dict[Cell, list[Sample]]) -> float:
-        return sum(sum(s.parts) for own in of.values() for s in own)
-
-    assert whole_s(shared) == pytest.approx(whole_s(samples))
-    first, *others = (sum(s.parts) for s in shared[seen])
+    taken = frame(samples)
+    shared = spikes_shared(taken)
+    whole_s = shared[[*PARTS]].sum(axis=1)
+    assert whole_s.sum() == pytest.approx(taken[[*PARTS]].sum().sum())
+    here = taken[SIZES].eq(pd.Series(seen._asdict())).all(axis=1)
+    first, *others = whole_s[here]
     assert first == pytest.approx(np.exp(SWING) * np.median([*others, first]), rel=0.05)
-    longer = {
-        cell: [new.seconds / old.seconds for new, old in zip(shared[cell], own, strict=True)]
-        for cell, own in samples.items() if cell != seen
-    }  # fmt: skip
-    [factor] = {round(f, 9) for own in longer.values() for f in own}
+    [factor] = set((shared["seconds"] / taken["seconds"])[~here].round(9))
     assert factor > 1.2
 
 
@@ -85,16 +89,16 @@ def test_means_of_cells_add_up_to_the_iterations_that_were_timed() -> None:
     cell = Cell("decode", 4, 5, 256)
     samples = {**measured(), cell: [sample(cell, slower=s) for s in (1, 1, 1, 1.4)]}
     read = [
-        float(LatencyTable(cells_of(samples, average=average)).seconds(
+        float(LatencyTable(cells_of(frame(samples), average=average)).seconds(
             "target", "forward", batch=4, new_tokens=5, context=256
         ))
-        for average in (np.median, np.mean)
+        for average in get_args(Average)
     ]  # fmt: skip
     assert read == pytest.approx([device_s(4, 5, 256), 1.1 * device_s(4, 5, 256)])
 
 
 def test_passes_prompts_and_what_prompts_add_are_read_back() -> None:
-    table = LatencyTable(cells_of(measured()))
+    table = LatencyTable(cells_of(frame(measured())))
     read = table.seconds("target", "forward", batch=4, new_tokens=5, context=256)
     assert read == pytest.approx(device_s(4, 5, 256))
     assert table.seconds("target", "prefill", batch=1, new_tokens=16) == pytest.approx(8e-3)
@@ -105,15 +109,15 @@ def test_passes_prompts_and_what_prompts_add_are_read_back() -> None:
 
 
 def test_the_hosts_time_is_told_apart() -> None:
-    table = LatencyTable(cells_of(measured()))
+    table = LatencyTable(cells_of(frame(measured())))
     host = table.seconds("target", "host_round", batch=4, new_tokens=1)
     assert host == pytest.approx(3e-4 + 2e-5)
     assert table.seconds("target", "host_draft", batch=4, new_tokens=1) == pytest.approx(1e-6)
-    assert {p["batch"] for p in host_parts(measured())} == {1, 4}
+    assert {p["batch"] for p in host_parts(frame(measured()))} == {1, 4}
 
 
 def test_a_proposer_without_a_model_drafts_for_the_hosts_time_alone() -> None:
-    table = LatencyTable(cells_of(measured()))
+    table = LatencyTable(cells_of(frame(measured())))
     assert table.seconds("draft", "forward", batch=3, new_tokens=1, context=99) == 0
 
 
@@ -121,18 +125,19 @@ def test_samples_of_a_disturbed_machine_are_left_out() -> None:
     samples = measured()
     cell = Cell("decode", 4, 5, 256)
     samples[cell] = [sample(cell), sample(cell, 2e-3, 3.0), sample(cell, 2e-3, 3.0)]
-    table = LatencyTable(cells_of(quiet(samples)))
+    table = LatencyTable(cells_of(quiet(frame(samples))))
     read = table.seconds("target", "forward", batch=4, new_tokens=5, context=256)
     assert read == pytest.approx(device_s(4, 5, 256))
     samples[cell] = [sample(cell, 2e-3, 3.0)]
-    table = LatencyTable(cells_of(quiet(samples)))
+    table = LatencyTable(cells_of(quiet(frame(samples))))
     read = table.seconds("target", "forward", batch=4, new_tokens=5, context=256)
     assert read == pytest.approx(3 * device_s(4, 5, 256))
 
 
 def test_held_out_cells_show_where_reading_between_misses() -> None:
     good, bad = Cell("decode", 2, 3, 256), Cell("decode", 3, 3, 256)
-    errors = held_out_errors(measured(), {good: [sample(good)], bad: [sample(bad, slower=1.25)]})
+    held_out: Samples = {good: [sample(good)], bad: [sample(bad, slower=1.25)]}
+    errors = held_out_errors(frame(measured()), frame(held_out))
     # Linear in batch and width by themselves, but not in their product.
     assert errors[good] == pytest.approx(0, abs=0.01)
     assert errors[bad] == pytest.approx(-0.2, abs=0.01)
@@ -205,7 +210,7 @@ def test_what_cannot_be_is_said_in_a_line(
     engine: dict[str, Any] = {"longest": 4, "max_batch": 4, "max_model_len": 512,
                               "token_budget": 8192}  # fmt: skip
     meta = {"kind": "engine", "engine": engine, "target": "m", "dtype": "float32", "threads": 1}
-    write_latency(LatencyTable(cells_of(measured()), meta), tmp_path / "latency.parquet")
+    write_latency(LatencyTable(cells_of(frame(measured())), meta), tmp_path / "latency.parquet")
     (tmp_path / "bundled").mkdir()
     write_latency(LatencyTable.constant(1.0, 0.1), tmp_path / "bundled" / "latency.parquet")
     named = {"OUT": str(tmp_path), "bundled": str(tmp_path / "bundled")}
@@ -217,7 +222,7 @@ def test_medians_withstand_one_slow_iteration() -> None:
     samples = measured()
     cell = Cell("decode", 1, 1, 64)
     samples[cell] = [sample(cell), sample(cell), sample(cell, slower=50.0)]
-    table = LatencyTable(cells_of(samples))
+    table = LatencyTable(cells_of(frame(samples)))
     read = float(np.asarray(table.seconds("target", "forward", batch=1, new_tokens=1, context=64)))
     assert read == pytest.approx(device_s(1, 1, 64))
 
@@ -233,16 +238,16 @@ def test_how_the_engine_follows_the_control_load_is_read_back(power: float, nois
         ]
         for cell in measured() if cell.kind == "decode"
     }  # fmt: skip
-    assert follows(samples) == pytest.approx(power, abs=0.06 if noise else 0.02)
+    assert follows(frame(samples)) == pytest.approx(power, abs=0.06 if noise else 0.02)
     slow = {cell: own * 2 for cell, own in measured().items()}
-    assert follows(slow) == 0  # a machine that never changed tells nothing
+    assert follows(frame(slow)) == 0  # a machine that never changed tells nothing
 
 
 def profiled(**engine: Any) -> LatencyTable:
     limits = {"longest": 4, "max_batch": 16, "max_model_len": 2048, "token_budget": 8192,
               "method": "custom_class"}  # fmt: skip
     meta = {"engine": {**limits, **engine}, "target": "m", "dtype": "float32", "threads": 1}
-    return LatencyTable(cells_of(measured()), meta)
+    return LatencyTable(cells_of(frame(measured())), meta)
 
 
 def test_a_table_between_the_arms_has_the_batches_that_so_few_requests_make() -> None:
@@ -285,17 +290,24 @@ def test_batches_that_a_load_often_decodes_are_measured_themselves() -> None:
     assert often([Counter({8: 9, 3: 1}), Counter({2: 95, 5: 5})]) == [2, 8, 3]
 
 
+def times_measured(table: measure.BetweenTable) -> dict[Cell, int]:
+    """Return how often each cell was measured."""
+    return dict(Counter(Cell(*row) for row in table.samples[SIZES].itertuples(index=False)))
+
+
 class Bent:
     """A timer of an engine whose cost bends between the batches measured; notes its blocks."""
 
     def __init__(self, engine: Any, seed: int) -> None:
         self.blocks: list[list[Cell]] = []
 
-    def block(self, cells: list[Cell], steps: int) -> dict[Cell, list[Sample]]:
+    def block(self, cells: list[Cell], steps: int) -> pd.DataFrame:
         self.blocks.append(list(cells))
         # The first sweep's blocks of four sequences are measured on a slow machine.
         control = 2e-3 if cells[0].batch == 4 and len(self.blocks) <= 4 else 1e-3
-        return {c: [sample(c, control, 1.5 if 1 < c.batch < 4 else 1.0)] * steps for c in cells}
+        return frame(
+            {c: [sample(c, control, 1.5 if 1 < c.batch < 4 else 1.0)] * steps for c in cells}
+        )
 
 
 @pytest.mark.parametrize(("left_s", "left_out"), [(1e6, 0), (0.0, 16)])
@@ -312,7 +324,7 @@ def test_what_a_table_can_do_without_is_measured_in_the_time_left(
     # Two sweeps over the batch that reading between missed, and twice the four slow cells.
     assert made.left_out == left_out
     assert batches == ({1, 4} if left_out else {1, 2, 4})
-    assert len(made.samples[Cell("decode", 4, 5, 64)]) == (3 if left_out else 9)
+    assert times_measured(made)[Cell("decode", 4, 5, 64)] == (3 if left_out else 9)
 
 
 @pytest.mark.parametrize(("left_s", "visits"), [(1e6, 3), (0.0, 1)])
@@ -328,7 +340,7 @@ def test_one_sweep_is_measured_in_any_case_and_further_ones_in_the_time_left(
     made = measure.EngineTable(engine, grid, tmp_path, left_s=lambda: left_s)
     advanced: list[int] = []
     made.run(advanced.append)
-    assert len(made.samples[Cell("decode", 1, 1, 64)]) == visits * GRID.steps
+    assert times_measured(made)[Cell("decode", 1, 1, 64)] == visits * GRID.steps
     assert advanced == sorted([*range(visits)] * made.blocks)  # block by block, sweep after sweep
     cells = sum(map(len, made.grid.blocks()))
     assert made.left_out >= (3 - visits) * cells
@@ -357,9 +369,7 @@ def test_a_gpu_runs_every_size_once_before_it_is_timed(
     every = timed.grid.blocks()
     assert warm._timer.blocks[: len(every)] == every
     assert len(warm._timer.blocks) == len(every) + len(timed._timer.blocks)
-    assert {c: len(own) for c, own in warm.samples.items()} == {
-        c: len(own) for c, own in timed.samples.items()
-    }
+    assert times_measured(warm) == times_measured(timed)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def engine_check(
     with unfinished(run, key, total, note, grows=True) as kept:
         between = None
         if grid is not None:
-            between = BetweenTable(engine, grid, work.seed, kept.within("table"))
+            between = BetweenTable(engine, grid, work.seed, kept.within("cells"))
         rows = check.compare_loads(engine, latency, work, between, kept)
         if between is not None:
             write_latency(between.table(), run / CHECKED)

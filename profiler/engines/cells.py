@@ -9,9 +9,10 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from policies.batch.base import BatchPolicy
 from policies.core import Load
@@ -151,18 +152,14 @@ class EngineGrid:
         return sorted({*batches, *widths}, key=lambda c: (-c.batch, c.width))
 
 
-class Sample(NamedTuple):
-    """One timed iteration; all seconds exclude the passes of the engine's own drafter."""
+SIZES = list(Cell._fields)
+SAMPLE = [*SIZES, "cached", "seconds", *PARTS, "base_s", "control_s"]
+"""Columns of samples: the cell, and one iteration timed in it.
 
-    seconds: float
-    parts: tuple[float, ...]
-    """As `traces.store.engine_runs.PARTS`."""
-    context: float
-    """Mean tokens cached by the decoding sequences."""
-    base_s: float
-    """Mean seconds of the decoding iterations before and after a mixed one; else 0."""
-    control_s: float
-    """Seconds of the control load, run before and after the cell."""
+``cached`` is the mean number of tokens cached by the decoding sequences, and ``seconds`` excludes
+the passes of the engine's own drafter.  ``base_s`` is the mean of the decoding iterations before
+and after a mixed one, else 0; ``control_s`` that of the control load before and after the cell.
+"""
 
 
 class Dictated(BatchPolicy):
@@ -240,8 +237,10 @@ class CellTimer:
         self._numbers = itertools.count()
         self._running: list[str] = []
 
-    def block(self, cells: Sequence[Cell], steps: int) -> dict[Cell, list[Sample]]:
-        """Return samples of the cells; new sequences are started for every batch and context.
+    def block(self, cells: Sequence[Cell], steps: int) -> pd.DataFrame:
+        """Return samples of the cells (`SAMPLE`).
+
+        New sequences are started for every batch and context.
 
         Decoding cells are interleaved iteration by iteration, so that changes of the machine's
         speed affect all of them.  From then on the engine drafts as the cells say.
@@ -249,7 +248,7 @@ class CellTimer:
         self.engine.enter()
         self.engine.proposer.use(self._setup)
         self._running = []
-        found: dict[Cell, list[Sample]] = {}
+        found: list[tuple[Any, ...]] = []
         states = sorted({(c.batch, c.context) for c in cells})
         for place in self._rng.permutation(len(states)).tolist():
             batch, context = states[place]
@@ -259,16 +258,16 @@ class CellTimer:
             decoding = [c for c in own if c.kind == "decode"]
             for _ in range(steps):
                 for i in self._rng.permutation(len(decoding)).tolist():
-                    found.setdefault(decoding[i], []).extend(self._measured(decoding[i], 1))
+                    found += self._measured(decoding[i], 1)
             prompted = [c for c in own if c.kind != "decode"]
             for i in self._rng.permutation(len(prompted)).tolist():
-                found[prompted[i]] = self._measured(prompted[i], -(-steps // 2))
+                found += self._measured(prompted[i], -(-steps // 2))
             if self._running:
                 self.engine.abort(self._running)
             self._running = []
-        return found
+        return pd.DataFrame(found, columns=SAMPLE)
 
-    def _measured(self, cell: Cell, steps: int) -> list[Sample]:
+    def _measured(self, cell: Cell, steps: int) -> list[tuple[Any, ...]]:
         before_s = self.control.seconds()
         if cell.kind == "decode":
             taken = [self._decoding(cell)]
@@ -279,11 +278,8 @@ class CellTimer:
             taken = [self._mixed(cell)]
         control_s = (before_s + self.control.seconds()) / 2
         return [
-            Sample(
-                self._seconds(step) + added_s, tuple(step.parts[p] for p in PARTS),
-                float(np.mean([d.context - 1 for d in step.decoded])) if step.decoded else 0.0,
-                base_s, control_s,
-            )
+            (*cell, float(np.mean([d.context - 1 for d in step.decoded])) if step.decoded else 0.0,
+             self._seconds(step) + added_s, *(step.parts[p] for p in PARTS), base_s, control_s)
             for step, added_s, base_s in taken
         ]  # fmt: skip
 

@@ -8,94 +8,80 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from profiler.engines.cells import Cell, CellTimer, EngineGrid, Sample
+from profiler.engines.cells import SAMPLE, SIZES, Cell, CellTimer, EngineGrid
 from profiler.engines.engine import Engine
 from traces.latency.schema import CELL_COLUMNS, graphs_of
 from traces.latency.table import LatencyTable
 from traces.sources.lookups.sources import LookupSource, ServedRequest
 from traces.sources.lookups.text import searching
 from traces.sources.registry import SOURCES
-from traces.store.checkpoint import Checkpoint
+from traces.store.checkpoint import Checkpoint, once
 from traces.store.engine_runs import PARTS
 
-Samples = Mapping[Cell, Sequence[Sample]]
-Average = Callable[[Sequence[float]], Any]
-"""How a cell is made of its samples: `np.median` or `np.mean`."""
+Average = Literal["median", "mean"]
+"""How a cell is made of its samples, which are rows of `profiler.engines.cells.SAMPLE`."""
 DISTURBED = 1.1
 """Samples are dropped, if enough remain, from this multiple of the control load's usual time on."""
 SWING = float(np.log(1.5))
 """Ratios beyond this are outliers, of the control load or of the engine."""
 TEXT, KINDS, SEARCHES = 512, 200, 50
 """Tokens of the text that lookups are timed in, different ones among them, and timed searches."""
-HOST = ("schedule", "update", "output")
-PROPOSE, EXECUTE, SAMPLE = map(PARTS.index, ("propose", "execute", "sample"))
+HOST = ["schedule", "update", "output"]
 
 
-def quiet(samples: Samples) -> dict[Cell, list[Sample]]:
+def by_cell(samples: pd.DataFrame, values: Any, *names: str) -> Any:
+    """Return `values`, one per sample, grouped by the samples' cells, or by those columns alone."""
+    return values.groupby([samples[name] for name in names or SIZES], sort=False)
+
+
+def quiet(samples: pd.DataFrame) -> pd.DataFrame:
     """Return the samples taken while the machine was as fast as usual; if a cell has none, all."""
-    usual = usual_control_s(samples)
-    return {
-        cell: [s for s in own if s.control_s < DISTURBED * usual] or list(own)
-        for cell, own in samples.items()
-    }
+    calm = samples["control_s"] < DISTURBED * usual_control_s(samples)
+    kept: pd.DataFrame = samples[calm | ~by_cell(samples, calm).transform("any")]
+    return kept
 
 
-def follows(samples: Samples) -> float:
+def follows(samples: pd.DataFrame) -> float:
     """Return the exponent, 0 to 1, with which the engine's time follows the control load's.
 
     It is fitted to repeated visits of the same decoding cells.  Slow memory slows both; a busy
     processor may slow only one of them.  Noise of the control load makes the exponent smaller, as
     it should, because a noisy control load says less about the engine.
     """
-    both = product = 0.0
-    for cell, own in samples.items():
-        if cell.kind == "decode" and len(own) > 1:
-            logs = np.log([(s.control_s, s.seconds) for s in own])
-            control, seconds = np.clip(logs - np.median(logs, axis=0), -SWING, SWING).T
-            control, seconds = control - control.mean(), seconds - seconds.mean()
-            both += float(control @ control)
-            product += float(control @ seconds)
-    return float(np.clip(product / both, 0.0, 1.0)) if both else 0.0
+    own = samples[samples["kind"] == "decode"]
+    logs = np.log(own[["control_s", "seconds"]])
+    logs = (logs - by_cell(own, logs).transform("median")).clip(-SWING, SWING)
+    control, seconds = (logs - by_cell(own, logs).transform("mean")).to_numpy().T
+    both = float(control @ control)
+    return float(np.clip(control @ seconds / both, 0.0, 1.0)) if both else 0.0
 
 
-def spikes_shared(samples: Samples) -> dict[Cell, list[Sample]]:
+def spikes_shared(samples: pd.DataFrame) -> pd.DataFrame:
     """Return the samples with spikes (beyond `SWING` of their cell's median) spread over all cells.
 
     Another process can interrupt any iteration, not only those of the cell in which it was seen.
     The sum of all seconds stays as it is.
     """
-    cut: dict[Cell, list[tuple[Sample, float]]] = {}
-    whole_s = left_s = 0.0
-    for cell, own in samples.items():
-        taken_s = np.array([sum(s.parts) for s in own])
-        kept_s = np.minimum(taken_s, np.exp(SWING) * np.median(taken_s))
-        whole_s, left_s = whole_s + taken_s.sum(), left_s + kept_s.sum()
-        cut[cell] = list(zip(own, kept_s / taken_s, strict=True))
-    return {
-        cell: [_times(sample, share * whole_s / left_s) for sample, share in own]
-        for cell, own in cut.items()
-    }
+    taken_s = samples[[*PARTS]].sum(axis=1)
+    kept_s = taken_s.clip(upper=np.exp(SWING) * by_cell(samples, taken_s).transform("median"))
+    times = ["seconds", *PARTS, "base_s"]
+    factor = kept_s / taken_s * (taken_s.sum() / kept_s.sum())
+    return samples.assign(**{name: samples[name] * factor for name in times})
 
 
-def _times(sample: Sample, factor: float) -> Sample:
-    """Return the sample, `factor` times as long."""
-    return sample._replace(
-        seconds=sample.seconds * factor, parts=tuple(p * factor for p in sample.parts),
-        base_s=sample.base_s * factor,
-    )  # fmt: skip
-
-
-def usual_control_s(samples: Samples) -> float:
+def usual_control_s(samples: pd.DataFrame) -> float:
     """Return the control load's lower quartile over the whole measurement."""
-    return float(np.quantile([s.control_s for own in samples.values() for s in own], 0.25))
+    return float(samples["control_s"].quantile(0.25))
 
 
-def cells_of(kept: Samples, own_passes: bool = False, average: Average = np.median) -> pd.DataFrame:
+def cells_of(
+    kept: pd.DataFrame, own_passes: bool = False, average: Average = "median"
+) -> pd.DataFrame:
     """Return cells as in `traces.latency.schema.CELL_COLUMNS`, made of these samples.
 
     ``forward`` is the engine's pass with sampling, ``host_round`` the rest of an iteration
@@ -104,29 +90,26 @@ def cells_of(kept: Samples, own_passes: bool = False, average: Average = np.medi
     ``own_passes`` the proposer's time is that of the engine's own drafter (`drafter_cells`).
     """
     row = partial(_row, average=average)
-    rows: list[tuple[Any, ...]] = []
-    added: dict[tuple[int, int], list[float]] = {}  # by a step's decoded tokens and its prompts'
-    for cell, own in kept.items():
-        if cell.kind == "decode":
-            device = [s.parts[EXECUTE] + s.parts[SAMPLE] for s in own]
-            context = round(float(np.mean([s.context for s in own])))
-            rows.append(row("forward", cell.batch, cell.width, context, device))
-        elif cell.kind == "prompt":
-            rows.append(row("prefill", cell.prompts, cell.tokens, 0, [s.seconds for s in own]))
-        else:
-            size = cell.batch * cell.width, cell.prompts * cell.tokens
-            added.setdefault(size, []).extend(max(s.seconds - s.base_s, 0.0) for s in own)
-    rows += [row("mixed", *size, 0, seconds) for size, seconds in added.items()]
-    batches = sorted({c.batch for c in kept if c.kind == "decode"})
-    for batch in batches:
-        mine = {c: own for c, own in kept.items() if c.kind == "decode" and c.batch == batch}
-        rounds = [sum(s.parts[PARTS.index(p)] for p in HOST) for own in mine.values() for s in own]
-        idle_s, drafting_s = (0.0, 0.0) if own_passes else _proposing(mine, average)
-        rows.append(row("host_round", batch, 1, 0, [r + idle_s for r in rounds]))
-        rows.append(row("host_draft", batch, 1, 0, [drafting_s]))
+    decode, prompt, mixed = (kept[kept["kind"] == kind] for kind in ("decode", "prompt", "mixed"))
+    rows = [
+        row("forward", batch, width, round(own["cached"].mean()), own["execute"] + own["sample"])
+        for (_, batch, width, *_), own in by_cell(decode, decode)
+    ] + [
+        row("prefill", count, tokens, 0, seconds)
+        for (*_, count, tokens), seconds in by_cell(prompt, prompt["seconds"])
+    ]  # fmt: skip
+    added = (mixed["seconds"] - mixed["base_s"]).clip(lower=0.0)
+    # By a step's decoded tokens and its prompts'.
+    sizes: Any = [mixed["batch"] * mixed["width"], mixed["prompts"] * mixed["tokens"]]
+    groups: Any = added.groupby(sizes)
+    rows += [row("mixed", tokens, more, 0, seconds) for (tokens, more), seconds in groups]
+    for (batch,), own in by_cell(decode, decode, "batch"):
+        idle_s, drafting_s = (0.0, 0.0) if own_passes else _proposing(own, average)
+        rows.append(row("host_round", batch, 1, 0, own[HOST].sum(axis=1) + idle_s))
+        rows.append(row("host_draft", batch, 1, 0, pd.Series([drafting_s])))
     frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
     if own_passes:
-        drafter = drafter_cells(kept, average)
+        drafter = drafter_cells(decode, prompt, average)
     else:  # a proposer without a model takes only the host's time
         passes = frame[frame["phase"].isin(["forward", "prefill"])]
         drafter = passes.assign(model="draft", median_s=0.0, spread_s=0.0)
@@ -146,24 +129,21 @@ def search_cells(average: Average) -> pd.DataFrame:
             began_s = time.perf_counter()
             search()
             taken.append(time.perf_counter() - began_s)
-        rows.append(_row("forward", 1, 1, 0, taken, source.name, average=average))
+        rows.append(_row("forward", 1, 1, 0, pd.Series(taken), source.name, average=average))
     return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
 
-def _proposing(own: Samples, average: Average) -> tuple[float, float]:
+def _proposing(own: pd.DataFrame, average: Average) -> tuple[float, float]:
     """Return the proposer's seconds without drafts, and per token of a sequence's draft."""
-    pairs = [
-        (c.width - 1, float(average([s.parts[PROPOSE] for s in samples])))
-        for c, samples in own.items()
-    ]
-    lengths, seconds = np.array(pairs).T
-    if len(set(lengths)) < 2:
+    seconds = by_cell(own, own["propose"]).agg(average)
+    lengths = seconds.index.get_level_values("width") - 1
+    if lengths.nunique() < 2:
         return float(seconds.mean()), 0.0
     slope, start = np.polyfit(lengths, seconds, 1)
     return max(float(start), 0.0), max(float(slope), 0.0)
 
 
-def drafter_cells(kept: Samples, average: Average = np.median) -> pd.DataFrame:
+def drafter_cells(decode: pd.DataFrame, prompt: pd.DataFrame, average: Average) -> pd.DataFrame:
     """Return the cells of the engine's own drafter, from iterations that ask for 0, 1, ... tokens.
 
     ``along`` is its pass if no token was asked for, ``catch_up`` the first pass of a draft, over
@@ -171,71 +151,60 @@ def drafter_cells(kept: Samples, average: Average = np.median) -> pd.DataFrame:
     K and asks for K shows only their sum; the cost of a further token in a first pass is taken from
     prompts.
     """
-    rows: list[tuple[Any, ...]] = []
-    prompts = {
-        c: average([s.parts[PROPOSE] for s in own]) for c, own in kept.items()
-        if c.kind == "prompt"
-    }  # fmt: skip
-    for cell, seconds in prompts.items():
-        rows.append(_row("prefill", cell.prompts, cell.tokens, 0, [seconds], "draft"))
-    sizes = np.array([c.prompts * c.tokens for c in prompts])
-    token_s = max(float(np.polyfit(sizes, list(prompts.values()), 1)[0]), 0.0) if len(
-        set(sizes.tolist())
-    ) > 1 else 0.0  # fmt: skip
-    lines: dict[tuple[int, int], dict[int, Sequence[Sample]]] = {}
-    for c, own in kept.items():
-        if c.kind == "decode":
-            lines.setdefault((c.batch, c.context), {})[c.width] = own
-    for (batch, _), by_width in lines.items():
-        context = round(float(np.mean([s.context for own in by_width.values() for s in own])))
-        taken = {
-            w - 1: float(average([s.parts[PROPOSE] for s in own])) for w, own in by_width.items()
-        }
-        if 0 in taken:
-            rows.append(_row("along", batch, 1, context, [taken[0]], "draft"))
-        lengths = sorted(k for k in taken if k)
+    rows = []
+
+    def add(phase: str, batch: int, width: int, context: int, seconds: float) -> None:
+        rows.append(_row(phase, batch, width, context, pd.Series([max(seconds, 0.0)]), "draft"))
+
+    prompts = by_cell(prompt, prompt["propose"], "prompts", "tokens").agg(average)
+    for (count, tokens), seconds in prompts.items():
+        add("prefill", count, tokens, 0, seconds)
+    sizes = [count * tokens for count, tokens in prompts.index]
+    slope = np.polyfit(sizes, prompts, 1)[0] if len(set(sizes)) > 1 else 0.0
+    token_s = max(float(slope), 0.0)
+    for (batch, _), own in by_cell(decode, decode, "batch", "context"):
+        context = round(own["cached"].mean())
+        taken: Any = own["propose"].groupby(own["width"] - 1).agg(average)  # by tokens asked for
+        if 0 in taken.index:
+            add("along", batch, 1, context, taken.pop(0))
         # Without the first pass's time for the K tokens after its first.
-        bare = [taken[k] - token_s * batch * k for k in lengths]
+        bare = taken - token_s * batch * taken.index
         later_s, first_s = (
-            np.polyfit([k - 1 for k in lengths], bare, 1) if len(lengths) > 1 else (0.0, bare[0])
-        )  # fmt: skip
-        rows.append(_row("forward", batch, 1, context, [max(float(later_s), 0.0)], "draft"))
-        for width in (1, 1 + max(lengths)):
-            taken_s = max(float(first_s), 0.0) + token_s * batch * (width - 1)
-            rows.append(_row("catch_up", batch, width, context, [taken_s], "draft"))
+            np.polyfit(bare.index - 1, bare, 1) if len(bare) > 1 else (0.0, bare.iloc[0])
+        )
+        add("forward", batch, 1, context, later_s)
+        for more in (0, max(bare.index)):
+            seconds = max(first_s, 0.0) + token_s * batch * more
+            add("catch_up", batch, 1 + more, context, seconds)
     return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
 
 def _row(
-    phase: str, batch: int, width: int, context: int, seconds: Sequence[float],
-    model: str = "target", *, average: Average = np.median,
+    phase: str, batch: int, width: int, context: int, seconds: pd.Series,
+    model: str = "target", *, average: Average = "median",
 ) -> tuple[Any, ...]:  # fmt: skip
-    low, high = np.quantile(seconds, [0.25, 0.75])
-    typical_s = float(average(seconds))
-    return model, phase, batch, width, context, typical_s, (high - low) / 2, len(seconds)
+    low, high = seconds.quantile([0.25, 0.75])
+    return model, phase, batch, width, context, seconds.agg(average), (high - low) / 2, len(seconds)
 
 
-def host_parts(kept: Samples, average: Average = np.median) -> list[dict[str, float]]:
-    """Return the seconds of every part of a decoding iteration, by batch and width."""
-    return [
-        {
-            "batch": c.batch, "width": c.width, "context": c.context,
-            **{f"{p}_s": float(average([s.parts[i] for s in own]))
-               for i, p in enumerate(PARTS)},
-        }
-        for c, own in kept.items() if c.kind == "decode"
-    ]  # fmt: skip
+def host_parts(kept: pd.DataFrame, average: Average = "median") -> list[dict[str, Any]]:
+    """Return the seconds of every part of a decoding iteration, by batch, width and context."""
+    own = kept[kept["kind"] == "decode"]
+    parts = by_cell(own, own[[*PARTS]], "batch", "width", "context").agg(average)
+    found: list[dict[str, Any]] = parts.add_suffix("_s").reset_index().to_dict("records")
+    return found
 
 
-def held_out_errors(samples: Samples, held_out: Samples) -> dict[Cell, float]:
+def held_out_errors(samples: pd.DataFrame, held_out: pd.DataFrame) -> dict[Cell, float]:
     """Return the relative error of interpolating each held-out cell from the others."""
     table = LatencyTable(cells_of(quiet(samples)))
     errors = {}
-    for cell, own in quiet(held_out).items():
-        width, context = cell.width, float(np.mean([s.context for s in own]))
-        measured = float(np.median([s.parts[EXECUTE] + s.parts[SAMPLE] for s in own]))
-        read = table.seconds("target", "forward", batch=cell.batch, new_tokens=width,
-                             context=context)  # fmt: skip
+    kept = quiet(held_out)
+    for sizes, own in by_cell(kept, kept):
+        cell = Cell(*sizes)
+        measured = float((own["execute"] + own["sample"]).median())
+        read = table.seconds("target", "forward", batch=cell.batch, new_tokens=cell.width,
+                             context=float(own["cached"].mean()))  # fmt: skip
         errors[cell] = float(read) / measured - 1
     return errors
 
@@ -246,89 +215,7 @@ HELD_OUT = 2
 """Times that the held-out cells are measured."""
 
 
-class _Measured:
-    """Timed iterations of one engine by cell, and the table that they make."""
-
-    def __init__(
-        self, engine: Engine, grid: EngineGrid, seed: int, kept: Checkpoint | None
-    ) -> None:
-        self.grid, self.meta, self._kept = grid, engine.meta, kept
-        self._timer, self._rng = CellTimer(engine, seed), np.random.default_rng(seed)
-        self.samples: dict[Cell, list[Sample]] = {}
-        self._took_s: dict[int, float] = {}
-        self._warm = engine.meta["device"] == "cpu"
-
-    def _visited(self, name: str, cells: list[Cell]) -> dict[Cell, list[Sample]]:
-        """Return a block's samples: those kept under `name`, or measured now, and kept."""
-        found = self._restored(name)
-        if found is None:
-            self.warm_up()
-            began = time.perf_counter()
-            found = self._timer.block(cells, self.grid.steps)
-            self._took_s[cells[0].batch] = (time.perf_counter() - began) / len(cells)
-            self._store(name, found)
-        return found
-
-    def warm_up(self) -> None:
-        """Run every size once on a GPU, before the first one is timed.
-
-        Kernels are compiled when a size first runs: 40 ms among passes of 6 ms.
-        """
-        if not self._warm:
-            for block in self.grid.blocks():
-                self._timer.block(block, 1)
-            self._warm = True
-
-    def _restored(self, name: str) -> dict[Cell, list[Sample]] | None:
-        kept = None if self._kept is None else self._kept.get(name)
-        if kept is None:
-            return None
-        found: dict[Cell, list[Sample]] = {}
-        for kind, sizes, row in zip(kept["kinds"], kept["sizes"], kept["samples"], strict=True):
-            cell = Cell(str(kind), *map(int, sizes))  # type: ignore[arg-type]
-            seconds, context, base_s, control_s, *parts = row.tolist()
-            sample = Sample(seconds, tuple(parts), context, base_s, control_s)
-            found.setdefault(cell, []).append(sample)
-        return found
-
-    def _store(self, name: str, found: dict[Cell, list[Sample]]) -> None:
-        if self._kept is None:
-            return
-        flat = [(cell, s) for cell, own in found.items() for s in own]
-        self._kept.put(name, {
-            "kinds": np.array([c.kind for c, _ in flat]),
-            "sizes": np.array([c[1:] for c, _ in flat]),
-            "samples": np.array([
-                (s.seconds, s.context, s.base_s, s.control_s, *s.parts) for _, s in flat
-            ]),
-        })  # fmt: skip
-
-    def _add(self, found: Mapping[Cell, Sequence[Sample]]) -> None:
-        for cell, own in found.items():
-            self.samples.setdefault(cell, []).extend(own)
-
-    def _table(self, kept: Samples, errors: Mapping[Cell, float], average: Average) -> LatencyTable:
-        """Return the table of the samples `kept`; `errors`: relative errors on held-out cells."""
-        controls = [s.control_s for own in self.samples.values() for s in own]
-        counted = [s.control_s for own in kept.values() for s in own]
-        meta = {
-            **self.meta, "kind": "engine", "estimator": average.__name__,
-            "host_parts": host_parts(kept, average),
-            "control_s": {
-                "usual": usual_control_s(self.samples), "median": float(np.median(controls)),
-                "p95": float(np.quantile(controls, 0.95)), "counted": float(np.median(counted)),
-                "follows": follows(self.samples),
-            },
-            "held_out": [{"batch": c.batch, "width": c.width, "error": e}
-                         for c, e in errors.items()],
-        }  # fmt: skip
-        if self.meta["engine"]["own_drafter"]:
-            return LatencyTable(cells_of(kept, True, average), meta)
-        cells = [cells_of(kept, average=average), search_cells(average)]
-        return LatencyTable(pd.concat(cells, ignore_index=True), meta)
-
-
-class BetweenTable(_Measured):
+class BetweenTable:
     """A table that is measured block by block between other work of the same engine.
 
     So minutes in which the machine is slow affect that work and the table alike.
@@ -340,18 +227,28 @@ class BetweenTable(_Measured):
     def __init__(
         self, engine: Engine, grid: EngineGrid, seed: int = 0, kept: Checkpoint | None = None
     ) -> None:
-        super().__init__(engine, grid, seed, kept)
+        self.grid, self.meta, self._kept = grid, engine.meta, kept
+        self._timer, self._rng = CellTimer(engine, seed), np.random.default_rng(seed)
+        self._found: list[pd.DataFrame] = []
+        self._took_s: dict[int, float] = {}
+        self._warm = engine.meta["device"] == "cpu"
         self._blocks = grid.blocks()
         self._waiting: list[int] = []
         self.done = 0
-        """Blocks measured."""
+        """Blocks measured by `advance`."""
+
+    @property
+    def samples(self) -> pd.DataFrame:
+        """All iterations timed so far."""
+        return pd.concat(self._found, ignore_index=True)
 
     def advance(self, sweeps: float) -> None:
         """Measure blocks until `sweeps` sweeps over all are done, each in a new random order."""
         while self.done < sweeps * len(self._blocks):
             if not self._waiting:
                 self._waiting = self._rng.permutation(len(self._blocks)).tolist()
-            self._add(self._visited(f"{self.done:05d}", self._blocks[self._waiting.pop()]))
+            block = self._blocks[self._waiting.pop()]
+            self._found.append(self._visited(f"{self.done:05d}", block))
             self.done += 1
 
     def table(self) -> LatencyTable:
@@ -360,10 +257,55 @@ class BetweenTable(_Measured):
         Other work disturbs samples and the work around them equally often.  That work is a sum of
         iterations, so cells are means: medians would leave the disturbances out.
         """
-        return self._table(spikes_shared(self.samples), {}, np.mean)
+        return self._table(spikes_shared(self.samples), {}, "mean")
+
+    def warm_up(self) -> None:
+        """Run every size once on a GPU, before the first one is timed.
+
+        Kernels are compiled when a size first runs: 40 ms among passes of 6 ms.
+        """
+        if not self._warm:
+            for block in self._blocks:
+                self._timer.block(block, 1)
+            self._warm = True
+
+    def _visited(self, name: str, cells: list[Cell]) -> pd.DataFrame:
+        """Return a block's samples: those kept under `name`, or measured now, and kept."""
+
+        def measure() -> Any:
+            self.warm_up()
+            began = time.perf_counter()
+            found = self._timer.block(cells, self.grid.steps)
+            self._took_s[cells[0].batch] = (time.perf_counter() - began) / len(cells)
+            return found.to_dict("list")
+
+        return pd.DataFrame(once(self._kept, name, measure))
+
+    def _table(
+        self, kept: pd.DataFrame, errors: Mapping[Cell, float], average: Average
+    ) -> LatencyTable:
+        """Return the table of the samples `kept`; `errors`: relative errors on held-out cells."""
+        samples = self.samples
+        controls = samples["control_s"]
+        meta = {
+            **self.meta, "kind": "engine", "estimator": average,
+            "host_parts": host_parts(kept, average),
+            "control_s": {
+                "usual": usual_control_s(samples), "median": float(controls.median()),
+                "p95": float(controls.quantile(0.95)),
+                "counted": float(kept["control_s"].median()), "follows": follows(samples),
+            },
+            "held_out": [{"batch": c.batch, "width": c.width, "error": e}
+                         for c, e in errors.items()],
+        }  # fmt: skip
+        own_drafter = bool(self.meta["engine"]["own_drafter"])
+        cells = [cells_of(kept, own_drafter, average)]
+        if not own_drafter:
+            cells.append(search_cells(average))
+        return LatencyTable(pd.concat(cells, ignore_index=True), meta)
 
 
-class EngineTable(_Measured):
+class EngineTable(BetweenTable):
     """The measurement of an engine's table, block by block.
 
     Finished blocks are stored in `folder`, so that a stopped measurement can continue.
@@ -382,7 +324,9 @@ class EngineTable(_Measured):
         left_s: Callable[[], float] = lambda: math.inf,
     ) -> None:  # fmt: skip
         fitted = grid.fitted(engine.options, graphs_of(engine.meta["engine"]))
-        self._folder = Checkpoint(folder, {"engine": engine.meta, "grid": asdict(fitted)})
+        self._folder = Checkpoint(
+            folder, {"engine": engine.meta, "grid": asdict(fitted), "samples": SAMPLE}
+        )
         super().__init__(engine, fitted, 0, self._folder)
         self._left_s = left_s
         self.left_out = 0
@@ -391,14 +335,14 @@ class EngineTable(_Measured):
     @property
     def blocks(self) -> int:
         """Blocks of a sweep."""
-        return len(self.grid.blocks())
+        return len(self._blocks)
 
     def run(self, advance: Callable[[int], None] = lambda _: None) -> LatencyTable:
         """Measure the sweeps, held-out cells and points between, then disturbed cells again.
 
         ``advance`` is called after each block of a sweep, with the sweep's number from 0 on.
         """
-        blocks, held_out = self.grid.blocks(), self.grid.between()
+        blocks, held_out = self._blocks, self.grid.between()
         for sweep in range(self.grid.sweeps):
             for i in self._rng.permutation(len(blocks)).tolist():
                 own = {f"sweep-{sweep}-{i}": blocks[i]}
@@ -409,7 +353,7 @@ class EngineTable(_Measured):
             for i, block in enumerate(blocks):
                 if disturbed := self._disturbed(block):
                     self._if_time({f"again-{again}-{i}": disturbed})
-        return self._table(quiet(self.samples), errors, np.median)
+        return self._table(quiet(self.samples), errors, "median")
 
     def close(self) -> None:
         """Remove what a stopped measurement would go on from, once the table is written."""
@@ -426,7 +370,7 @@ class EngineTable(_Measured):
         if not needed and not self._has_time(list(blocks.values()), to_come):
             return False
         for name, cells in blocks.items():
-            self._add(self._visited(name, cells))
+            self._found.append(self._visited(name, cells))
         return True
 
     def _has_time(self, blocks: Sequence[list[Cell]], to_come: Sequence[list[Cell]] = ()) -> bool:
@@ -446,19 +390,17 @@ class EngineTable(_Measured):
 
     def _disturbed(self, block: list[Cell]) -> list[Cell]:
         """Return cells of the block with fewer than half of their samples from a quiet machine."""
-        usual = usual_control_s(self.samples)
-        controls = ((cell, [s.control_s for s in self.samples[cell]]) for cell in block)
-        return [cell for cell, taken in controls if np.median(taken) > DISTURBED * usual]
+        samples = self.samples
+        taken = by_cell(samples, samples["control_s"]).median()
+        usual = usual_control_s(samples)
+        return [cell for cell in block if taken[tuple(cell)] > DISTURBED * usual]
 
     def _between(self, cells: list[Cell]) -> dict[Cell, float]:
         """Measure held-out cells; where reading between misses, their lines join the table."""
         if not cells:
             return {}
-        held_out: dict[Cell, list[Sample]] = {}
-        for again in range(HELD_OUT):
-            for cell, own in self._visited(f"between-{again}", cells).items():
-                held_out.setdefault(cell, []).extend(own)
-        errors = held_out_errors(self.samples, held_out)
+        visits = [self._visited(f"between-{again}", cells) for again in range(HELD_OUT)]
+        errors = held_out_errors(self.samples, pd.concat(visits, ignore_index=True))
         missed = [c for c, e in errors.items() if abs(e) > self.grid.held_out]
         batches = {c.batch for c in missed} - set(self.grid.batches)
         widths = {c.width for c in missed if c.batch in self.grid.batches} - set(self.grid.widths)
