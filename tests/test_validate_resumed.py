@@ -64,7 +64,7 @@ def decoded(
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the runs whose decoders were opened."""
     names: list[str] = []
-    draft_model, source = DraftModel.__call__, SourceRunner.decoder
+    draft_model, source = DraftModel.decoder, SourceRunner.decoder
 
     def of_draft_model(self: DraftModel, planned: PlannedPolicy, *rest: Any) -> Any:
         names.append(planned.name)
@@ -74,7 +74,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(given[0].name)
         return source(self, *given)
 
-    monkeypatch.setattr(DraftModel, "__call__", of_draft_model)
+    monkeypatch.setattr(DraftModel, "decoder", of_draft_model)
     monkeypatch.setattr(SourceRunner, "decoder", of_source)
     return names
 

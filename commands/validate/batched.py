@@ -81,11 +81,10 @@ class BatchRuns(RealRuns):
 
     def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
         """Decode group by group."""
-        from profiler.checks.spot_check import PlannedPolicy, run_batches
+        from profiler.checks.spot_check import run_batches
 
-        planned = [PlannedPolicy(*own) for own in self.policies.items()]
         return run_batches(
-            self.pair, self.trace, planned, batches=self.batches, forced=self.forced,
+            self.pair, self.trace, self.planned, batches=self.batches, forced=self.forced,
             repeats=self.given.repeats, advance=advance, kept=kept,
         )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,17 +14,22 @@ import numpy as np
 from commands.common.output import note
 from commands.common.progress import progress_bar, working
 from commands.common.quiet import AGAIN, say_machine, with_machine
+from policies.registry import PLAIN
 from traces.digits import counted
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from policies.rules.base import VerifyRule
+    from profiler.checks.spot_check import Measured, PlannedPolicy
     from profiler.models.loading import Pair
     from profiler.sources.exits import Modules
+    from profiler.sources.run import SourceRunner
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
+    from traces.sources.base import Source
     from traces.store.checkpoint import Checkpoint
 
 REMEDY = "predict from latencies measured between the runs, with --remeasure"
@@ -47,7 +51,7 @@ class Given(NamedTuple):
     trust_remote_code: bool = False
 
 
-class RealRuns(ABC):
+class RealRuns:
     """A check: policies that are decoded for real, and what is predicted of them.
 
     The constructor reads the run folder and refuses what cannot be run, before a model is loaded.
@@ -70,8 +74,16 @@ class RealRuns(ABC):
     """The replays of these policies."""
     conditions: Mapping[str, Any]
     """Further conditions under which the runs of a stopped check belong to this one."""
+    rule: VerifyRule | None = None
+    """The lossy rule that verifies all drafts."""
+    as_decoded = False
+    """True if the rounds really decoded are priced, not the replayed ones: the texts are others."""
     modules: Modules | None = None
     """Trained modules whose cells are measured again, too."""
+    sources: Mapping[str, Source | None] = {}
+    """By policy the source that drafts under it; None, or no entry: the draft model."""
+    drafters: SourceRunner | None = None
+    """Makes the decoders of these sources."""
 
     def __init__(self, given: Given, sampled: bool = False, forced: bool = False) -> None:
         from profiler.prompts import chosen_of
@@ -107,19 +119,30 @@ class RealRuns(ABC):
         """Load the models."""
         self.pair = self.info.load()
 
-    @abstractmethod
-    def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Any:
-        """Decode for real; `kept` holds the runs of an earlier call.
+    @property
+    def planned(self) -> list[PlannedPolicy]:
+        """The policies with their rule, which plain decoding needs none of, and their source."""
+        from profiler.checks.spot_check import PlannedPolicy
 
-        The result has ``times`` (`traces.store.engine_runs.MEASURED_COLUMNS`), ``logs``,
-        ``outputs`` and ``machine``, as `profiler.checks.spot_check.Measured`.
-        """
+        return [
+            PlannedPolicy(n, own, None if n == PLAIN else self.rule, self.sources.get(n))
+            for n, own in self.policies.items()
+        ]
 
-    def outputs(self, measured: Any) -> dict[str, list[list[int]]]:
+    def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
+        """Decode for real, one request at a time; `kept` holds the runs of an earlier call."""
+        from profiler.checks.spot_check import run_requests
+
+        return run_requests(
+            self.pair, self.whole, self.planned, requests=self.chosen, forced=self.forced,
+            repeats=self.given.repeats, advance=advance, kept=kept, drafters=self.drafters,
+        )  # fmt: skip
+
+    def outputs(self, measured: Measured) -> dict[str, list[list[int]]]:
         """Return the texts that are compared with the recorded ones, by policy."""
         return dict(measured.outputs)
 
-    def times(self, measured: Any) -> pd.DataFrame:
+    def times(self, measured: Measured) -> pd.DataFrame:
         """Return the measured times that are compared: those of texts that did not diverge."""
         from profiler.checks.differences import Texts
 
@@ -134,14 +157,14 @@ class RealRuns(ABC):
             "policy", key=lambda names: names.map(order), kind="stable", ignore_index=True
         )
 
-    def predicted(self, measured: Any, latency: LatencyTable) -> Any:
+    def predicted(self, measured: Measured, latency: LatencyTable) -> Any:
         """Return the predictions that times are compared with."""
         from simulator.pricing import price
 
-        del measured
-        return [price(log, latency) for log in self.logs]
+        logs = [measured.logs[p.label] for p in self.planned] if self.as_decoded else self.logs
+        return [price(log, latency) for log in logs]
 
-    def compared(self, rows: pd.DataFrame, measured: Any, progress: Any) -> pd.DataFrame:
+    def compared(self, rows: pd.DataFrame, measured: Measured, progress: Any) -> pd.DataFrame:
         """Return `rows` with what their rounds and texts did."""
         del progress
         replayed = {log.policy: log for log in self.logs}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,15 +18,13 @@ from traces.errors import DraftsimError, SignalError, TailError
 
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
-    from policies.rules.base import VerifyRule
-    from profiler.checks.spot_check import Measured, PlannedPolicy
+    from profiler.checks.spot_check import Measured
     from simulator.whatif.ranking import Fastest
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
     from traces.sources.base import Source
     from traces.sources.recording import Recordings
-    from traces.store.checkpoint import Checkpoint
 
 ARMS = (
     "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "fixed:gamma=8", "confidence",
@@ -91,16 +89,8 @@ class SpotCheck(RealRuns):
             chosen = load_policies([PLAIN], trace) + chosen
         self.policies, self.logs = dict(chosen), list(replay_many(trace, chosen))
         self.conditions, self.greedy = {"forced": forced}, trace.temperature == 0
+        self.as_decoded = not (self.greedy or forced)
         self.assisted = _assisted_logs(trace) if assisted and not forced and self.greedy else {}
-
-    def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
-        """Decode with both models, or as the trace says."""
-        from profiler.checks.spot_check import PlannedPolicy, run_requests
-
-        return run_requests(
-            self.pair, self.trace, [PlannedPolicy(*own) for own in self.policies.items()],
-            forced=self.forced, repeats=self.given.repeats, advance=advance, kept=kept,
-        )  # fmt: skip
 
     def outputs(self, measured: Measured) -> dict[str, list[list[int]]]:
         """Return greedy outputs of the models' own.
@@ -108,14 +98,6 @@ class SpotCheck(RealRuns):
         Forced runs emit no such text, and sampled ones draw other numbers than the recording did.
         """
         return measured.outputs if self.greedy and not self.forced else {}
-
-    def predicted(self, measured: Measured, latency: LatencyTable) -> Any:
-        """Price the rounds really decoded if they are of other texts than the recording's."""
-        from simulator.pricing import price
-
-        if self.greedy or self.forced:
-            return super().predicted(measured, latency)
-        return [price(measured.logs[name], latency) for name in self.policies]
 
     def compared(self, rows: pd.DataFrame, measured: Measured, progress: Any) -> pd.DataFrame:
         """Compare rounds and texts of greedy runs, and add transformers' own generation."""
@@ -221,7 +203,6 @@ class SourceRuns(RealRuns):
         recordings = find_recordings(str(given.run), self.whole)
         self.policies, self.logs = {}, []
         self.sources: dict[str, Source | None] = {}
-        """The source that drafts under each policy; None: the draft model."""
         for (name, policy), drafting in self._asked(recordings, source):
             if name in self.policies:
                 continue
@@ -285,35 +266,15 @@ class SourceRuns(RealRuns):
     def load(self) -> None:
         """Load the models, and what drafts; a source without a real decoder is refused."""
         from commands.profile.sources import load_drafters, modules_of
-        from profiler.checks.spot_check import DraftModel
         from profiler.sources.run import SourceRunner
 
         super().load()
-        drafters = load_drafters(self.pair, self.sources.values())
+        named = [source for source in self.sources.values() if source is not None]
+        drafters = load_drafters(self.pair, named)
         self.modules = {**modules_of(self.pair, self.info, self.given.run), **drafters}
-        own = DraftModel(self.pair, self.whole)
-        real = SourceRunner(self.pair.target, self.whole, self.modules)
-        for source in self.sources.values():
-            if source is not None:
-                real.decoder(source, 0)  # one without a real decoder is refused before any run
-
-        def opened(run: PlannedPolicy, request: int, repeat: int, rule: VerifyRule | None) -> Any:
-            source = self.sources[run.name]
-            if source is None:
-                return own(run, request, repeat, rule)
-            return real.decoder(source, request)
-
-        self._openers: dict[str, Any] = {"model": own, "opened": opened}
-
-    def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
-        """Decode with the draft model, or with the source that drafts."""
-        from profiler.checks.spot_check import PlannedPolicy, run_requests
-
-        return run_requests(
-            self.pair, self.whole, [PlannedPolicy(*own) for own in self.policies.items()],
-            requests=self.chosen, repeats=self.given.repeats, advance=advance, kept=kept,
-            **self._openers,
-        )  # fmt: skip
+        self.drafters = SourceRunner(self.pair.target, self.whole, self.modules)
+        for source in named:
+            self.drafters.decoder(source, 0)  # one without a real decoder is refused before any run
 
     def compared(self, rows: pd.DataFrame, measured: Measured, progress: Any) -> pd.DataFrame:
         """Compare rounds and texts, and name the source."""
@@ -331,12 +292,12 @@ class LossyRuns(RealRuns):
     """
 
     name = "measured-lossy"
+    as_decoded = True
 
     def __init__(
         self, given: Given, verify: str, memory: Path | None, sampled: bool = False
     ) -> None:
         from profiler.checks.interleaved import rule_conditions
-        from profiler.checks.spot_check import PlannedPolicy
         from simulator.chosen import load_policies, load_rule
         from simulator.whatif.ranking import predicted_fastest, with_fastest
         from traces.replay.vectorised import replay_many
@@ -357,32 +318,13 @@ class LossyRuns(RealRuns):
                 lambda some: list(replay_many(trace, some, rule=rule)),
             )  # fmt: skip
             chosen = with_fastest(chosen, best, note)
-        [(_, plain)] = load_policies([PLAIN], trace)
-        self.runs = [
-            PlannedPolicy(PLAIN, plain),
-            *(PlannedPolicy(name, p, rule) for name, p in chosen),
-        ]
-        self.policies = {run.name: run.policy for run in self.runs}
+        self.policies, self.rule = dict(load_policies([PLAIN], trace) + chosen), rule
         self.logs = list(replay_many(trace, chosen, rule=rule))
         self.conditions = rule_conditions(rule)
-
-    def decode(self, kept: Checkpoint, advance: Callable[[], None]) -> Measured:
-        """Decode with both models."""
-        from profiler.checks.spot_check import run_requests
-
-        return run_requests(
-            self.pair, self.trace, self.runs, repeats=self.given.repeats, advance=advance, kept=kept
-        )
 
     def times(self, measured: Measured) -> pd.DataFrame:
         """Return all times: these texts are not those of the recording."""
         return measured.times
-
-    def predicted(self, measured: Measured, latency: LatencyTable) -> Any:
-        """Price the rounds really decoded."""
-        from simulator.pricing import price
-
-        return [price(measured.logs[run.label], latency) for run in self.runs]
 
     def compared(self, rows: pd.DataFrame, measured: Measured, progress: Any) -> pd.DataFrame:
         """Add the error of the replay, and the quality of the outputs."""
@@ -393,7 +335,7 @@ class LossyRuns(RealRuns):
         del progress
         extra: list[dict[str, Any]] = [{}]
         differ, answers = [0], answers_to(self.greedy)
-        for run, theirs in zip(self.runs[1:], self.logs, strict=True):
+        for run, theirs in zip(self.planned[1:], self.logs, strict=True):
             name = {"run": self.given.run.name}
             real = real_run(self.pair, self.greedy, run, measured, name, answers)
             mine = real.log
@@ -408,7 +350,7 @@ class LossyRuns(RealRuns):
                     **asdict(quality(real.outputs, self.greedy)),
                 }
             )
-        say_memory([measured.logs[run.label] for run in self.runs])
+        say_memory([*measured.logs.values()])
         say_unjudged(self.latency)
         return pd.concat([rows, pd.DataFrame(extra)], axis=1).assign(rounds_differ=differ)
 

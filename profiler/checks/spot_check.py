@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -36,6 +36,10 @@ from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import MEASURED_COLUMNS, OFF_COLUMNS
 from traces.store.outputs import Output, RealRun
 
+if TYPE_CHECKING:
+    from profiler.sources.run import SourceRunner
+    from traces.sources.base import Source
+
 __all__ = ["DraftModel", "Measured", "PlannedPolicy", "rounds_differ", "run_requests"]
 
 
@@ -43,12 +47,14 @@ __all__ = ["DraftModel", "Measured", "PlannedPolicy", "rounds_differ", "run_requ
 class PlannedPolicy:
     """A policy to run, under the name it is reported by; losslessly unless a rule is given.
 
-    In batches (`run_batches`) the policy may decide for the whole batch.
+    In batches (`run_batches`) the policy may decide for the whole batch.  Drafts are the draft
+    model's unless a `source` is given.
     """
 
     name: str
     policy: Any
     rule: VerifyRule | None = None
+    source: Source | None = None
 
     @property
     def label(self) -> str:
@@ -67,8 +73,6 @@ class PlannedPolicy:
         return "exact" if trace.temperature == 0 else "rejection-sampling"
 
 
-Opener = Callable[[PlannedPolicy, int, int, VerifyRule | None], Any]
-"""Makes a decoder after its prefill, from what is planned, a request, a repeat and its rule."""
 Unit = tuple[int, Any]
 """A batch size, and a group of as many requests."""
 
@@ -81,7 +85,7 @@ class _Requests(CheckWork):
     units: Sequence[int]
     trace: Trace
     model: DraftModel
-    opened: Opener
+    drafters: SourceRunner | None
 
     def captured(self) -> int:
         return self.model.captured()
@@ -104,7 +108,10 @@ class _Requests(CheckWork):
 
     def attempt(self, repeat: int, unit: int, run: PlannedPolicy, learnt: Any) -> Attempt:
         learner, rule = deepcopy(learnt)
-        decoder = self.opened(run, unit, repeat, rule)
+        decoder: Any = (
+            self.model.decoder(run, unit, rule) if run.source is None or self.drafters is None
+            else self.drafters.decoder(run.source, unit)
+        )  # fmt: skip
         with timed(self.model.target.device) as span:
             rounds = _rounds(decoder, learner.fresh(), run)
         if rule is not None:
@@ -157,7 +164,7 @@ class Measured:
 
 
 class DraftModel:
-    """Opens requests of a trace with both models of a pair (`Opener`).
+    """Opens requests of a trace with both models of a pair.
 
     ``forced`` is that of `run_requests`; ``runner`` makes a model's runner for a number of slots.
     """
@@ -175,14 +182,12 @@ class DraftModel:
         """Return the shapes captured as CUDA graphs so far."""
         return self.target.captured + self.draft.captured
 
-    def __call__(
-        self, run: PlannedPolicy, i: int, repeat: int, rule: VerifyRule | None
-    ) -> ModelDecoder:
+    def decoder(self, run: PlannedPolicy, i: int, rule: VerifyRule | None) -> ModelDecoder:
         """Return a decoder after the prefill of request `i`; every repeat draws the same numbers.
 
         So it samples the same text, and its seconds are those of the same work.
         """
-        del run, repeat
+        del run
         trace = self._trace
         if self._forced:
             return ForcedDecoder(self.target, self.draft, trace, i)
@@ -219,7 +224,7 @@ def run_requests(
     kept: Checkpoint | None = None,
     in_time: Callable[[], bool] | None = None,
     model: DraftModel | None = None,
-    opened: Opener | None = None,
+    drafters: SourceRunner | None = None,
 ) -> Measured:
     """Decode `requests` of the trace (None: all) for real as `planned`, `repeats` times.
 
@@ -228,7 +233,7 @@ def run_requests(
     Policies that learn across requests, and lossy rules, start each repeat without what they
     learnt.  What `kept` holds of an earlier call is not run again, and with `in_time` as many
     requests are run as there is time for (`run_interleaved`).
-    ``model`` opens the requests if it exists already, ``opened`` if another source drafts.
+    ``model`` opens the requests if it exists already, ``drafters`` where another source drafts.
 
     Raises
     ------
@@ -242,7 +247,7 @@ def run_requests(
         check_decodable(pair, trace)
     own = DraftModel(pair, trace, forced) if model is None else model
     units = range(len(trace.requests)) if requests is None else requests
-    work = _Requests(planned, units, trace, own, opened or own)
+    work = _Requests(planned, units, trace, own, drafters)
     runs, learnt, machine = run_interleaved(pair, work, repeats, advance, kept, in_time)
     by_label = {run.label: run for run in planned}
     first: dict[str, list[dict[str, Any]]] = {label: [] for label in by_label}

@@ -10,7 +10,8 @@ engine's drafter is, so their c is the eager one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ import pandas as pd
 
 from policies.core import own_copy
 from policies.registry import parse_policy
-from policies.rules.base import VerifyRule
 from profiler.checks.differences import explain, rounds_differ
-from profiler.checks.spot_check import DraftModel, Opener, PlannedPolicy, run_requests
+from profiler.checks.spot_check import DraftModel, PlannedPolicy, run_requests
 from profiler.features.checkpoint import read_drafter
 from profiler.features.drafters import FeatureDrafter
 from profiler.models.loading import Pair
@@ -87,10 +87,6 @@ class Checks:
         # The first requests are of every category in turn.
         self.trace = trace.select(range(min(2 if place.quick else 7, len(trace.requests))))
 
-    def opener(self, mode: str) -> DraftModel:
-        """Return what opens requests with the pair's own draft model."""
-        return DraftModel(self.pair, self.trace, runner=partial(make_runner, mode))
-
     def run(self, mode: str, seconds: float, requests: int) -> dict[str, Any]:
         """Run every policy on the first `requests`, interleaved; see `compared`."""
         trace = self.trace.select(range(min(requests, len(self.trace.requests))))
@@ -100,24 +96,25 @@ class Checks:
     def compared(
         self, name: str, mode: str, planned: Sequence[PlannedPolicy], recorded: Trace,
         seconds: float, drafted: Trace | None = None,
-        opened: Callable[[DraftModel], Opener] = lambda own: own,
+        drafters: SourceRunner | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Run `planned` on as many requests of `recorded` as `seconds` hold; compare with replay.
 
         ``name``: the pair's name in the rows.  If another source than the draft model drafts,
         ``drafted`` has the same requests with its drafts (`traces.sources.as_draft`), and
-        ``opened`` makes their opener from the pair's own.
+        ``drafters`` makes its decoders.
 
         Returns the measured ``times``, rows of `COLUMNS`, and the results of the comparison,
         ``checked``.
 
         Raises NoTimeError if there is no time to run every policy once.
         """
-        place, until, model = self.place, time.monotonic() + seconds, self.opener(mode)
+        place, until = self.place, time.monotonic() + seconds
+        model = DraftModel(self.pair, self.trace, runner=partial(make_runner, mode))
         runs = run_requests(
             self.pair, recorded, planned, repeats=1 if place.quick else REPEATS,
             advance=place.check_time, in_time=lambda: time.monotonic() < until, model=model,
-            opened=opened(model),
+            drafters=drafters,
         )  # fmt: skip
         # As many requests as the time held.
         some = range(len(runs.outputs[planned[0].label]))
@@ -231,13 +228,7 @@ class DrafterPair:
         names = QUICK_POLICIES if self.place.quick else DRAFTER_POLICIES
         runner = SourceRunner(self.pair.target, trace, self._modules)
 
-        def opened(own: DraftModel) -> Opener:
-            def one(run: PlannedPolicy, i: int, repeat: int, rule: VerifyRule | None) -> Any:
-                plain = run.name == names[0]  # drafts nothing
-                return own(run, i, repeat, rule) if plain else runner.decoder(self.source, i)
-
-            return one
-
-        planned = planned_policies(drafted, names)
+        plain, *others = planned_policies(drafted, names)  # the first drafts nothing
+        planned = [plain, *(replace(own, source=self.source) for own in others)]
         some = drafted.select(range(count))
-        return checks.compared(self.pair_name, EAGER, planned, trace, seconds, some, opened)
+        return checks.compared(self.pair_name, EAGER, planned, trace, seconds, some, runner)
