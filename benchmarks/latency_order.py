@@ -57,12 +57,12 @@ def main() -> None:
         for name, before in kinds.items():
             for number in range(given.repeats // 6 + 2):
                 before()
-                taken = watch.measure(verify).seconds
+                taken = watch.measure(verify)[0].seconds
                 if number >= 2:
                     seconds.setdefault(f"{name}, round after round", []).append(taken)
         for name in rng.permutation([*kinds] * (given.repeats // 6)).tolist():
             kinds[name]()
-            seconds.setdefault(f"{name}, mixed", []).append(watch.measure(verify).seconds)
+            seconds.setdefault(f"{name}, mixed", []).append(watch.measure(verify)[0].seconds)
     print(f"a pass over {given.width} tokens, ms: first quartile, median, third quartile")
     for name, taken_s in sorted(seconds.items()):
         low, middle, high = np.quantile(taken_s, [0.25, 0.5, 0.75]) * 1e3

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +36,9 @@ def involuntary_switches() -> int:
         return 0
     who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
     return resource.getrusage(who).ru_nivcsw
+
+
+Run = TypeVar("Run")
 
 
 class Timing(NamedTuple):
@@ -78,13 +80,15 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
-    def measure(self, run: Callable[[], object]) -> Timing:
-        """Run once; the device is idle before and after."""
+    def measure(self, run: Callable[[], Run]) -> tuple[Timing, Run]:
+        """Run once; return the time and the result.  The device is idle before and after."""
         if self._cuda:
-            return self._marked([run])[0]
+            found: list[Run] = []
+            [taken] = self._marked([lambda: found.append(run())])
+            return taken, found[0]
         read = _started()
-        run()
-        return read()
+        result = run()
+        return read(), result
 
     def each(self, runs: Sequence[Callable[[], object]]) -> list[Timing]:
         """Run one call after another; the device is idle before the first and after the last.
@@ -92,7 +96,7 @@ class Stopwatch:
         On a GPU the host does not wait between them: it prepares a call while the device still
         runs the one before, as in a round of decoding.
         """
-        return self._marked(runs) if self._cuda else [self.measure(run) for run in runs]
+        return self._marked(runs) if self._cuda else [self.measure(run)[0] for run in runs]
 
     def _marked(self, runs: Sequence[Callable[[], object]]) -> list[Timing]:
         """Return the times between events on a GPU's stream."""
@@ -124,40 +128,19 @@ def _started() -> Callable[[], Timing]:
     return read
 
 
-class Elapsed:
-    """The time of a block after its end; a call returns its seconds."""
-
-    timing = Timing(0.0)
-
-    def __call__(self) -> float:
-        """Return `Timing.seconds` of the block."""
-        return self.timing.seconds
-
-
-@contextmanager
-def timed(device: torch.device) -> Iterator[Elapsed]:
-    """Time a block without garbage collection."""
+def timed(device: torch.device, run: Callable[[], Run]) -> tuple[Timing, Run]:
+    """Return the time of `run` without garbage collection, and its result."""
     gc.collect(0)
     gc.disable()
-    span, cuda = Elapsed(), device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(device)
-    read = _started()
     try:
-        yield span
+        return Stopwatch(device).measure(run)
     finally:
-        if cuda:
-            torch.cuda.synchronize(device)
-        taken = read()
-        span.timing = taken._replace(off_s=0.0) if cuda and not taken.switches else taken
         gc.enable()
 
 
 class NoTimeError(DraftsimError):
     """The time for a measurement is over; another run can continue it."""
 
-
-Run = TypeVar("Run")
 
 MOST = 3
 """Most repeats of a disturbed run."""
@@ -229,7 +212,7 @@ class Machine:
         if not self._warm:
             self._work()
             self._warm = True
-        self.taken.append(self._watch.measure(self._work).seconds)
+        self.taken.append(self._watch.measure(self._work)[0].seconds)
 
     def state(self, repeats: Sequence[Repeats]) -> dict[str, Any]:
         """Return the figures so far, those of runs from their counters."""

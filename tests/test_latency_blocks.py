@@ -168,12 +168,12 @@ def test_sweeps_time_the_last_rounds_only_and_pool_a_cell_over_blocks() -> None:
     sweeps = Sweeps(blocks, CPU, warmup=2)
     times: list[float] = []
 
-    def measure(call: Callable[[], object]) -> Timing:
-        call()
+    def measure(call: Callable[[], object]) -> tuple[Timing, object]:
+        found = call()
         times.append(next(clock))
-        return Timing(times[-1])
+        return Timing(times[-1]), found
 
-    sweeps._watch.measure = measure  # type: ignore[method-assign]
+    sweeps._watch.measure = measure  # type: ignore[assignment, method-assign]
     sweeps.run()
     assert counts["shared"] == 2 + 4
     row = sweeps.cells().iloc[0]

@@ -44,11 +44,15 @@ Attempt = tuple[Timing, tuple[Any, dict[str, Any]]]
 """A run's time, the state of its policy after it, and its findings (both fit into JSON)."""
 
 
+Unit = tuple[int, Sequence[int]]
+"""A batch size, and the requests that are decoded together."""
+
+
 class UnitRun(NamedTuple):
     """The least disturbed run of a unit under a policy, and how often it was repeated."""
 
     repeat: int
-    unit: Any
+    unit: Unit
     label: str
     timing: Timing
     repeated: int
@@ -59,27 +63,23 @@ class CheckWork(ABC):
     """The policies that a check runs, and the units (requests, or groups) that each decodes."""
 
     planned: Sequence[Any]
-    units: Sequence[Any]
-
-    def size(self, unit: Any) -> int:
-        """Return requests decoded together; units of one size warm up, rotate and learn apart."""
-        del unit
-        return 1
+    units: Sequence[Unit]
+    """Units of one size warm up, rotate and learn apart."""
 
     @abstractmethod
     def captured(self) -> int:
         """Return the count of captured CUDA graphs; a run in which it grows is repeated."""
 
     @abstractmethod
-    def label(self, run: Any, unit: Any) -> str:
+    def label(self, run: Any, unit: Unit) -> str:
         """Return the name of a policy's runs over units of this one's size."""
 
     @abstractmethod
-    def begun(self, run: Any, unit: Any) -> Any:
+    def begun(self, run: Any, unit: Unit) -> Any:
         """Return the state of a policy at the beginning of a repeat."""
 
     @abstractmethod
-    def attempt(self, repeat: int, unit: Any, run: Any, learnt: Any) -> Attempt:
+    def attempt(self, repeat: int, unit: Unit, run: Any, learnt: Any) -> Attempt:
         """Run a unit under a policy with the state `learnt`, which is not changed."""
 
     def relearnt(self, done: UnitRun, run: Any, learnt: Any, policy: bool) -> Any:
@@ -116,7 +116,7 @@ def run_interleaved(
     labels = {work.label(p, unit): (p, unit) for unit in reversed(work.units) for p in planned}
     machine, counted = Machine(pair.target, pair.device), {label: Repeats() for label in labels}
     counters = defaultdict[int, Iterator[int]](itertools.count)
-    places = [next(counters[work.size(unit)]) for unit in work.units]  # among those of its size
+    places = [next(counters[unit[0]]) for unit in work.units]  # among those of its size
     # By repeat: what the policies have learnt, and kept runs that they have not learnt from yet.
     learners: dict[int, tuple[dict[str, Any], list[UnitRun]]] = {}
 
@@ -186,7 +186,7 @@ def order(
 
 
 def _run_unit(
-    work: CheckWork, repeat: int, unit: Any, planned: Sequence[Any], learnt: dict[str, Any],
+    work: CheckWork, repeat: int, unit: Unit, planned: Sequence[Any], learnt: dict[str, Any],
     counted: Mapping[str, Repeats], advance: Callable[[], None] = lambda: None,
 ) -> list[UnitRun]:  # fmt: skip
     """Return every policy's run of a unit; put the states after it into `learnt`."""
@@ -204,7 +204,7 @@ def _run_unit(
     return ran
 
 
-def _captured(work: CheckWork, repeat: int, unit: Any, run: Any, learnt: Any) -> Attempt:
+def _captured(work: CheckWork, repeat: int, unit: Unit, run: Any, learnt: Any) -> Attempt:
     """Make a run; repeat it if a shape was captured within its time."""
     before = work.captured()
     attempt = work.attempt(repeat, unit, run, learnt)
@@ -227,7 +227,7 @@ def _keep(
 
 
 def _restored(
-    kept: Checkpoint, step: str, repeat: int, unit: Any, machine: Machine,
+    kept: Checkpoint, step: str, repeat: int, unit: Unit, machine: Machine,
     counted: Mapping[str, Repeats],
 ) -> list[UnitRun] | None:  # fmt: skip
     """Return the results that `_keep` stored and restore the counters; None if there are none."""

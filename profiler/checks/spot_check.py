@@ -20,7 +20,7 @@ from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from policies.together import Together, together_of
 from profiler.checks.differences import output_of, rounds_differ, solves
-from profiler.checks.interleaved import Attempt, CheckWork, UnitRun, run_interleaved
+from profiler.checks.interleaved import Attempt, CheckWork, Unit, UnitRun, run_interleaved
 from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_batch
 from profiler.decoding.forced import ForcedDecoder, ForcedStream
 from profiler.decoding.single import ModelDecoder, judge_again
@@ -73,16 +73,12 @@ class PlannedPolicy:
         return "exact" if trace.temperature == 0 else "rejection-sampling"
 
 
-Unit = tuple[int, Any]
-"""A batch size, and a group of as many requests."""
-
-
 @dataclass
 class _Requests(CheckWork):
     """Single requests; a policy and its rule learn from one to the next."""
 
     planned: Sequence[PlannedPolicy]
-    units: Sequence[int]
+    units: Sequence[Unit]
     trace: Trace
     model: DraftModel
     drafters: SourceRunner | None
@@ -90,10 +86,10 @@ class _Requests(CheckWork):
     def captured(self) -> int:
         return self.model.captured()
 
-    def label(self, run: PlannedPolicy, unit: int) -> str:
+    def label(self, run: PlannedPolicy, unit: Unit) -> str:
         return run.label
 
-    def begun(self, run: PlannedPolicy, unit: int) -> tuple[DraftPolicy, VerifyRule | None]:
+    def begun(self, run: PlannedPolicy, unit: Unit) -> tuple[DraftPolicy, VerifyRule | None]:
         """Return the repeat's own copies of the policy and rule; no rule where it is lossless."""
         vocab_size = self.trace.vocab_size or self.model.target.vocab_size
         policy: DraftPolicy = own_copy(run.policy, vocab_size)
@@ -106,14 +102,14 @@ class _Requests(CheckWork):
             raise DraftsimError(f"{describe_rule(run.lossy)}: {error}") from None
         return policy, rule
 
-    def attempt(self, repeat: int, unit: int, run: PlannedPolicy, learnt: Any) -> Attempt:
-        learner, rule = deepcopy(learnt)
+    def attempt(self, repeat: int, unit: Unit, run: PlannedPolicy, learnt: Any) -> Attempt:
+        (learner, rule), [request] = deepcopy(learnt), unit[1]
         decoder: Any = (
-            self.model.decoder(run, unit, rule) if run.source is None or self.drafters is None
-            else self.drafters.decoder(run.source, unit)
+            self.model.decoder(run, request, rule) if run.source is None or self.drafters is None
+            else self.drafters.decoder(run.source, request)
         )  # fmt: skip
-        with timed(self.model.target.device) as span:
-            rounds = _rounds(decoder, learner.fresh(), run)
+        device, fresh = self.model.target.device, learner.fresh()
+        timing, rounds = timed(device, lambda: _rounds(decoder, fresh, run))
         if rule is not None:
             rule.end_request()
         found: dict[str, Any] = {"rounds": rounds, "output": decoder.output}
@@ -122,14 +118,14 @@ class _Requests(CheckWork):
                 "mismatched": decoder.mismatched, "log_probs": decoder.log_probs,
                 "shown": decoder.shown,
             }  # fmt: skip
-        return span.timing, ((learner, rule), found)
+        return timing, ((learner, rule), {"requests": [found], "iterations": len(rounds)})
 
     def relearnt(self, done: UnitRun, run: PlannedPolicy, learnt: Any, policy: bool) -> Any:
         """Return the state after an earlier run; a rule learns from what it was shown there."""
         learner, _ = super().relearnt(done, run, learnt, policy)
         rule = deepcopy(learnt[1])
         if rule is not None:
-            for shown in done.found["shown"]:
+            for shown in done.found["requests"][0]["shown"]:
                 judge_again(rule, shown)
             rule.end_request()
         return learner, rule
@@ -246,41 +242,53 @@ def run_requests(
     if not forced:
         check_decodable(pair, trace)
     own = DraftModel(pair, trace, forced) if model is None else model
-    units = range(len(trace.requests)) if requests is None else requests
-    work = _Requests(planned, units, trace, own, drafters)
-    runs, learnt, machine = run_interleaved(pair, work, repeats, advance, kept, in_time)
-    by_label = {run.label: run for run in planned}
-    first: dict[str, list[dict[str, Any]]] = {label: [] for label in by_label}
+    some = range(len(trace.requests)) if requests is None else requests
+    work = _Requests(planned, [(1, (i,)) for i in some], trace, own, drafters)
+    keys = {run.label: (run, 1) for run in planned}
+    timing = repeats, advance, kept, in_time
+    return _measured(pair, trace, work, keys, forced, *timing)
+
+
+def _measured(
+    pair: Pair, trace: Trace, work: CheckWork, keys: Mapping[Any, tuple[PlannedPolicy, int]],
+    forced: bool, *timing: Any,
+) -> Measured:  # fmt: skip
+    """Run the policies and batch sizes of `keys`; rounds and outputs are the first repeat's."""
+    runs, learnt, machine = run_interleaved(pair, work, *timing)
+    labels = {work.label(run, (batch, ())): key for key, (run, batch) in keys.items()}
     rows: list[tuple[Any, ...]] = []
+    first: dict[Any, list[tuple[int, dict[str, Any]]]] = {key: [] for key in keys}
     for one in runs:
-        run, rounds = by_label[one.label], [Round(*r) for r in one.found["rounds"]]
+        key, (batch, group), found = labels[one.label], one.unit, one.found
+        run, _ = keys[key]
         rows.append(
-            (run.name, run.verify(trace), 1, forced, one.repeat, trace.requests[one.unit].id,
-             one.timing.wall_s, len(rounds), one.timing.off_s, one.repeated)
+            (run.name, run.verify(trace), batch, forced, one.repeat, trace.requests[group[0]].id,
+             one.timing.wall_s, found["iterations"], one.timing.off_s, one.repeated)
         )  # fmt: skip
         if one.repeat == 0:
-            first[one.label].append({**one.found, "rounds": rounds})
-    logs = {}
-    for label, run in by_label.items():
-        done, rule = first[label], learnt[label][1]
-        # With `in_time` only the first requests were run.
-        decoded = [trace.requests[i] for i in units[: len(done)]]
+            first[key] += zip(group, found["requests"], strict=True)
+    measured = Measured(
+        pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS]), {}, {}, machine=machine
+    )
+    for label, key in labels.items():
+        (run, _), (_, rule) = keys[key], learnt[label]
+        done = [ran for _, ran in first[key]]
+        if not done:  # with `in_time` only the first units were run
+            continue
+        decoded = [trace.requests[i] for i, _ in first[key]]
         mismatched = None
         if rule is not None:
             pairs = zip(decoded, done, strict=True)
             decoded = [_emitted(r, ran["output"], pair.eos) for r, ran in pairs]
             mismatched = np.array([n for ran in done for n in ran["mismatched"]], dtype=np.int32)
-        logs[label] = RoundLog(
-            RoundLog.pack(ran["rounds"] for ran in done), decoded, run.name,
+            measured.log_likelihoods[key] = [sum(ran["log_probs"]) for ran in done]
+        measured.logs[key] = RoundLog(
+            RoundLog.pack([Round(*r) for r in ran["rounds"]] for ran in done), decoded, run.name,
             verify=run.verify(trace), reads=run.policy.reads, first=trace.first,
             mismatched=mismatched, rule=rule,
         )  # fmt: skip
-    return Measured(
-        pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS]), logs,
-        {label: [ran["output"] for ran in done] for label, done in first.items()},
-        {r.label: [sum(o["log_probs"]) for o in first[r.label]] for r in planned if r.lossy},
-        machine,
-    )  # fmt: skip
+        measured.outputs[key] = [ran["output"] for ran in done]
+    return measured
 
 
 def _emitted(request: Request, output: Sequence[int], eos: frozenset[int]) -> Request:
@@ -404,30 +412,9 @@ def run_batches(
             "greedily: record at temperature 0, or use --forced"
         )
     work = _Groups(pair, trace, planned, batches, forced, runner)
-    runs, _, machine = run_interleaved(pair, work, repeats, advance, kept, in_time)
-    keys = {work.label(run, (batch, None)): (run, batch) for batch in batches for run in planned}
-    rows: list[tuple[Any, ...]] = []
-    # Rounds and outputs of the first requests in their order, in whole groups.
-    first: dict[str, list[tuple[list[Any], list[int]]]] = {label: [] for label in keys}
-    for one in runs:
-        (run, batch), (_, group), found = keys[one.label], one.unit, one.found
-        rows.append(
-            (run.name, run.verify(trace), batch, forced, one.repeat, trace.requests[group[0]].id,
-             one.timing.wall_s, found["iterations"], one.timing.off_s, one.repeated)
-        )  # fmt: skip
-        if one.repeat == 0:
-            first[one.label] += zip(found["rounds"], found["outputs"], strict=True)
-    logs, outputs = {}, {}
-    for label, (run, batch) in keys.items():
-        if done := first[label]:
-            logs[run.name, batch] = RoundLog(
-                RoundLog.pack([Round(*r) for r in rounds] for rounds, _ in done),
-                trace.requests[: len(done)], run.name, verify=run.verify(trace),
-                reads=run.policy.reads,
-            )  # fmt: skip
-            outputs[run.name, batch] = [output for _, output in done]
-    times = pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS])
-    return Measured(times, logs, outputs, machine=machine)
+    keys = {(run.name, batch): (run, batch) for batch in batches for run in planned}
+    timing = repeats, advance, kept, in_time
+    return _measured(pair, trace, work, keys, forced, *timing)
 
 
 class _Groups(CheckWork):
@@ -447,34 +434,27 @@ class _Groups(CheckWork):
             for b in batches
         }
 
-    def size(self, unit: Unit) -> int:
-        return unit[0]
-
     def captured(self) -> int:
         return sum(d.target.captured + d.draft_model.captured for d in self._decoders.values())
 
     def label(self, run: PlannedPolicy, unit: Unit) -> str:
         return f"{run.name} at batch {unit[0]}"
 
-    def begun(self, run: PlannedPolicy, unit: Unit) -> Together:
+    def begun(self, run: PlannedPolicy, unit: Unit) -> tuple[Together, None]:
         vocab_size = self._trace.vocab_size or self._decoders[unit[0]].target.vocab_size
-        return together_of(run.policy, vocab_size=vocab_size)
+        return together_of(run.policy, vocab_size=vocab_size), None
 
-    def attempt(self, repeat: int, unit: Unit, run: PlannedPolicy, learnt: Together) -> Attempt:
-        (batch, group), style = unit, deepcopy(learnt)
+    def attempt(self, repeat: int, unit: Unit, run: PlannedPolicy, learnt: Any) -> Attempt:
+        (batch, group), (style, _) = unit, deepcopy(learnt)
         decoder = self._decoders[batch]
         streams = [_stream(self._pair, self._trace, i, self._forced) for i in group]
         enter(decoder, style, streams)
-        with timed(self._pair.device) as span:
-            log = list(speculate_batch(decoder, style))
+        timing, log = timed(self._pair.device, lambda: list(speculate_batch(decoder, style)))
         rounds: dict[int, list[Round]] = {i: [] for i in group}
         for stream, outcome in chain.from_iterable(log):
             rounds[stream.request].append(outcome)
-        found = {
-            "rounds": list(rounds.values()), "iterations": len(log),
-            "outputs": [stream.output for stream in streams],
-        }  # fmt: skip
-        return span.timing, (style, found)
+        found = [{"rounds": rounds[stream.request], "output": stream.output} for stream in streams]
+        return timing, ((style, None), {"requests": found, "iterations": len(log)})
 
 
 def _stream(pair: Pair, trace: Trace, i: int, forced: bool) -> Stream:

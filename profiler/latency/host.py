@@ -70,10 +70,9 @@ class _WatchedRunner:
 
     def forward(self, *args: Any, **settings: Any) -> Tensor:
         """Return the runner's own pass."""
-        out: list[Tensor] = []
-        run = self._runner.forward
-        self.spent += self._watch.measure(lambda: out.append(run(*args, **settings)))
-        return out[0]
+        taken, out = self._watch.measure(partial(self._runner.forward, *args, **settings))
+        self.spent += taken
+        return out
 
 
 def measure_host(
@@ -93,8 +92,7 @@ def measure_host(
         models: list[Any] = [_WatchedRunner(runner, watch) for runner in (target, draft)]
         decoder = ModelDecoder(models[0], models[1], prompt, tokens, watch_eos=False)
         before = sum((m.spent for m in models), Timing(0.0))
-        log: list[Round] = []
-        whole = watch.measure(lambda: log.extend(speculate(decoder, Fixed(gamma))))
+        whole, log = watch.measure(lambda: list(speculate(decoder, Fixed(gamma))))
         passes = sum((m.spent for m in models), Timing(0.0))
         host = whole.wall_s - whole.off_s
         for timing, sign in ((passes, -1), (before, 1)):
@@ -164,12 +162,10 @@ def measure_batch_host(
         decoder, together = BatchedDecoder(*idle, watch_eos=False), PerRequest(Fixed(gamma))
         prompt = torch.zeros(4, dtype=torch.long, device=target.device)
         enter(decoder, together, [Stream(k, prompt, tokens) for k in range(batch)])
-        steps: list[int] = []  # of the draft, by iteration
-        taken = watch.measure(lambda: steps.extend(
+        return watch.measure(lambda: [  # steps of the draft, by iteration
             max(outcome.draft_forwards for _, outcome in iteration)
             for iteration in speculate_batch(decoder, together)
-        ))  # fmt: skip
-        return taken, steps
+        ])  # fmt: skip
 
     def spent(batch: int, gamma: int) -> Spent:
         taken, steps = again.best(partial(run, batch, gamma))
@@ -197,18 +193,21 @@ def dictated_run(
     policy = policy.for_run()
     if len(group) == 1:
         decoder = ForcedDecoder(target, draft, trace, group[0])
-        with timed(target.device) as seconds:
-            alone = [[one] for one in speculate(decoder, policy.fresh())]
-        return seconds(), alone
+        taken, log = timed(
+            target.device, lambda: [[one] for one in speculate(decoder, policy.fresh())]
+        )
+        return taken.seconds, log
     together = PerRequest(policy)
     batched = BatchedDecoder(target, draft, watch_eos=False)
     enter(
         batched, together,
         [ForcedStream(trace, i, target.vocab_size, target.device) for i in group],
     )  # fmt: skip
-    with timed(target.device) as seconds:
-        log = [[one for _, one in it] for it in speculate_batch(batched, together)]
-    return seconds(), log
+    taken, log = timed(
+        target.device,
+        lambda: [[one for _, one in it] for it in speculate_batch(batched, together)],
+    )
+    return taken.seconds, log
 
 
 def passes_s(iterations: Sequence[Sequence[Round]], prompt: int, latency: LatencyTable) -> float:
@@ -296,16 +295,15 @@ def measure_rules(
     ids = random_ids(smaller, max([0, *counts]) + 1).to(target.device)
     # An encoder-decoder needs a source before any pass.
     prompts = target.begin(ids[:1]), draft.begin(ids[:1])
+
+    def judge(drafted: Tensor, rule: VerifyRule | None) -> tuple[Timing, int]:
+        return watch.measure(_round(given, (target, draft), prompts, drafted, rule))
+
     samples = {phase: np.empty((repeats, len(counts))) for phase in prepared}
     for repeat in sweeps(repeats, 2):
         for i in rng.permutation(len(counts)):
             for phase in rng.permutation(list(prepared)).tolist():
-                parts = given, (target, draft), prompts, ids[: counts[i]], prepared[phase]
-
-                def judge(parts: tuple[Any, ...] = parts) -> tuple[Timing, None]:
-                    return watch.measure(_round(*parts)), None
-
-                taken, _ = again.best(judge)
+                taken, _ = again.best(partial(judge, ids[: counts[i]], prepared[phase]))
                 if repeat >= 0:
                     samples[phase][repeat, i] = taken.seconds
     rows = []

@@ -47,46 +47,37 @@ Points = Sequence[tuple[int, int]]
 
 
 class Passes:
-    """Passes of one model over one sequence.
+    """Passes of one model over one sequence, or over a full rectangle: as many tokens of each.
+
+    The sequences of a `batch` follow equal contexts.  A ragged pass runs the rectangle that its
+    widest sequence and longest context span.
 
     The constructor fills every slot with real keys and values, unless they are ``filled``.
     """
 
-    def __init__(self, runner: Runner, grid: Grid, filled: bool = False) -> None:
+    @torch.inference_mode()
+    def __init__(self, runner: Runner, grid: Grid, batch: int = 1, filled: bool = False) -> None:
         self.runner: Any = runner
+        self.batch = batch
         self.contexts = [c for c in grid.contexts if c + grid.widest <= runner.cache.slots]
         self.ids = random_ids(runner, runner.cache.slots)
         if not filled:
             runner.forward(self.ids, 0, keep=1)
-
-    def run(self, width: int, context: int, keep: int = 1) -> Callable[[], Any]:
-        """Return a pass of `width` tokens after `context` others; `keep` last logits (0: all)."""
-        ids = self.ids[:width]
-        return lambda: self.runner.forward(ids, context, keep=keep)
-
-    def prefill(self, length: int) -> Callable[[], Any]:
-        """Return the pass over a prompt."""
-        return self.run(length, 0)
-
-
-class BatchPasses(Passes):
-    """Passes over a full rectangle, as many tokens of each of `batch` sequences.
-
-    They follow equal contexts.  A ragged pass runs the rectangle that its widest sequence and
-    longest context span.
-    """
-
-    @torch.inference_mode()
-    def __init__(self, runner: Runner, grid: Grid, batch: int, filled: bool = False) -> None:
-        super().__init__(runner, grid, filled)
-        self.batch = batch
         for row in range(1, batch):
             runner.cache.copy_row(0, row)
 
     def run(self, width: int, context: int, keep: int = 1) -> Callable[[], Any]:
-        runner, ids = self.runner, random_ids(self.runner, self.batch, width)
+        """Return a pass of `width` tokens after `context` others; `keep` last logits (0: all)."""
+        runner, ids = self.runner, self.ids[:width]
+        if self.batch == 1:
+            return lambda: runner.forward(ids, context, keep=keep)
+        ids = random_ids(runner, self.batch, width)
         places = torch.arange(context, context + width, device=runner.device).expand_as(ids)
         return lambda: runner.forward_batch(ids, places, context + width, keep=keep)
+
+    def prefill(self, length: int) -> Callable[[], Any]:
+        """Return the pass over a prompt."""
+        return self.run(length, 0)
 
 
 class Seq2SeqPasses(Passes):
@@ -128,9 +119,7 @@ def passes_of(runner: Runner, grid: Grid, batch: int = 1, filled: bool = False) 
     """Return the passes of a model at a batch size, by the model's kind; see `Passes`."""
     if isinstance(runner, Seq2SeqRunner):
         return Seq2SeqPasses(runner, grid)
-    if batch == 1:
-        return Passes(runner, grid, filled)
-    return BatchPasses(runner, grid, batch, filled)
+    return Passes(runner, grid, batch, filled)
 
 
 def fitting_grid(grid: Grid, room: int, seq2seq: bool = False) -> Grid:
@@ -271,7 +260,7 @@ def measure_layers(runner: Runner, model: str, grid: Grid) -> pd.DataFrame:
 
     def timed(run: Callable[[], object]) -> tuple[Timing, list[float]]:
         with _timed_modules([*layers, head], runner.device) as seconds:
-            taken = watch.measure(run)
+            taken, _ = watch.measure(run)
         return taken, seconds()
 
     for width in grid.widths:
