@@ -220,10 +220,6 @@ def shapes_of(pair: PairShape) -> dict[str, Any]:
     """Return the sizes of both architectures that a cost model needs."""
     both = {"target": pair.target, "draft": pair.draft}
     return {
-        role: {
-            "name": a.name, "source": a.source, "layers": a.layers, "parameters": a.parameters,
-            "hidden_size": a.hidden_size, "vocab_size": a.vocab_size, "tied": a.tied,
-            "kv_values": a.kv_values,
-        }
+        role: {**a.meta(), "name": a.name, "source": a.hub}
         for role, a in both.items() if a is not None
     }  # fmt: skip
