@@ -16,7 +16,6 @@ from commands.profile import recording
 from commands.profile.sources import (
     check_heads_text,
     check_layers,
-    profile_drafters,
     profile_sources,
     split_drafters,
 )
@@ -222,13 +221,10 @@ def sources(
         check_layers(job.pair, exit_layers)
         parts = ["early exits, heads, layer skip"] if exit_layers else []
         recording.complete(job, [*parts, *(s.key for s in drafters)], force)
-        if exit_layers:
-            profile_sources(
-                job.pair, job.info, out, sources=others, text=heads_text,
-                repeats=timing.repeats,
-            )  # fmt: skip
-        if drafters:
-            profile_drafters(job.pair, out, drafters, repeats=timing.repeats)
+        profile_sources(
+            job.pair, job.info, out, exits=exit_layers, drafters=drafters, sources=others,
+            text=heads_text, repeats=timing.repeats,
+        )  # fmt: skip
 
 
 def decode(

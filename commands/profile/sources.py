@@ -119,42 +119,32 @@ def load_drafters(pair: Pair, sources: Iterable[Source | None]) -> dict[str, Any
     return found
 
 
-def profile_drafters(pair: Pair, out: Path, sources: Sequence[OnFeatures], *, repeats: int) -> None:
-    """Record what `sources` draft along the traces in `out`, and measure their passes.
+def profile_sources(
+    pair: Pair, info: RunInfo, out: Path, *, exits: bool, drafters: Sequence[OnFeatures] = (),
+    sources: Sequence[str] = (), text: Path | None = None, repeats: int = 15,
+) -> None:  # fmt: skip
+    """Record draft sources along the traces in `out`, and measure what their parts cost.
 
     Recordings of these traces and weights that the folder holds are kept, even if the weights were
     moved; other drafters in it stay as they are.
-    """
-    modules = load_drafters(pair, sources)
-    folders = {source.key: {"model": str(source.model)} for source in sources}
-    recorded = record(pair, out, modules, folders)
-    drawn = record(pair, out, modules, folders, sampled=True)
-    measure_drafters(pair, out, modules, repeats=repeats, again=recorded)
-    say_recorded(out, recorded, drawn)
 
-
-def profile_sources(
-    pair: Pair, info: RunInfo, out: Path, *, sources: Sequence[str] = (),
-    text: Path | None = None, repeats: int = 15,
-) -> None:  # fmt: skip
-    """Record every other source along the traces in `out`, and measure what its parts cost.
-
-    Recordings of these traces that the folder holds are kept.  ``sources`` are further early-exit
-    settings, and the layers of layer skip; heads are trained on `text` where the target has none.
+    ``drafters`` are on the target's features.  With ``exits`` all other sources are recorded, too;
+    ``sources`` are then further early-exit settings, and the layers of layer skip, and heads are
+    trained on `text` where the target has none.
     """
     from traces.store.files import read_trace
 
-    trace = read_trace(out / "trace.parquet")
-    modules = modules_of(pair, info, out, trace, text)
-    keys: dict[str, dict[str, str]] = {key: {} for key in (*modules, "layer-skip")}
+    keys: dict[str, dict[str, str]] = {}
+    modules: dict[str, Any] = {}
+    if exits:
+        modules = modules_of(pair, info, out, read_trace(out / "trace.parquet"), text)
+        keys = {key: {} for key in (*modules, "layer-skip")}
+    modules |= load_drafters(pair, drafters)
+    keys |= {source.key: {"model": str(source.model)} for source in drafters}
     drawn = record(pair, out, modules, keys, sources, sampled=True)
     recorded = record(pair, out, modules, keys, sources)
-    measure(pair, out, trace, modules, repeats=repeats)
-    say_recorded(out, recorded, drawn)
-
-
-def say_recorded(out: Path, recorded: Sequence[str], drawn: Sequence[str]) -> None:
-    """Note what was recorded into `out`, along greedy and along sampled outputs."""
+    again = {source.key for source in drafters}.intersection(recorded)
+    measure(pair, out, modules, repeats=repeats, again=again, layers=exits)
     note(f"recorded {', '.join(recorded) or 'nothing new'} into {out}")
     if drawn:
         note(f"recorded {', '.join(drawn)} along sampled outputs into {out}")
@@ -242,51 +232,43 @@ def record(
 
 
 def measure(
-    pair: Pair, out: Path, trace: Trace, modules: Modules, *, repeats: int, again: bool = False
+    pair: Pair, out: Path, modules: Modules, *, repeats: int, again: Collection[str], layers: bool
 ) -> None:
-    """Put the cells of the sources into the latency table of `out`, unless they are there."""
-    from profiler.sources.run import measure_sources, real_of
-    from traces.store.files import read_latency, write_latency
+    """Put the cells of `modules` into the latency table of `out`, but those that are there.
 
-    path = out / "latency.parquet"
-    table = read_latency(path)
-    cells = [("exit", "layer"), *(cell for key in modules for cell in real_of(key).cells)]
-    if not again and all(table.has(*cell) for cell in cells):
-        return
-    note("measuring the latencies of single layers, heads and lookups")
-    found = measure_sources(timed_layers(pair, trace.longest), modules, trace, repeats=repeats)
-    write_latency(with_sources(table, found), path)
-
-
-def measure_drafters(
-    pair: Pair, out: Path, modules: Modules, *, repeats: int, again: Collection[str]
-) -> None:
-    """Put cells of drafters into the latency table of `out`: chains at the target's batch sizes.
-
-    Those that are there are kept, but of the names in `again`.
+    Those of the names in `again` are measured in any case; ``exit`` names those of all layers and
+    trained modules.  Chains of drafters are timed at the target's batch sizes.  With `layers`
+    single layers and lookups are timed with what was trained.
     """
-    from profiler.sources import latency
+    from profiler.features.drafters import FeatureDrafter
+    from profiler.sources.latency import measure_drafters
+    from profiler.sources.run import measure_sources, real_of
     from profiler.sources.start_record import GrownTrees
     from traces.store.files import read_latency, read_trace, write_latency
 
-    path = out / "latency.parquet"
+    path, trace = out / "latency.parquet", read_trace(out / "trace.parquet")
     table = read_latency(path)
     passes = table.cells[table.cells["phase"] == "forward"].groupby("model")["batch"].unique()
     batches = sorted(int(b) for b in passes["target"])
+    drafters = {n: m for n, m in modules.items() if isinstance(m, FeatureDrafter | GrownTrees)}
+    trained = {n: m for n, m in modules.items() if n not in drafters}
 
     def is_there(name: str) -> bool:
         if isinstance(modules[name], GrownTrees):
             return table.has(name, "tree") and table.has("target", "tree")
         return {*batches} <= {*passes.get(name, ())}
 
-    todo = {n: m for n, m in modules.items() if n in again or not is_there(n)}
-    if not todo:
-        return
-    note(f"measuring the latencies of {', '.join(todo)}")
-    longest = read_trace(out / "trace.parquet").longest
-    layers = timed_layers(pair, longest, todo)
-    found = latency.measure_drafters(layers, todo, repeats, batches=batches, longest=longest)
-    write_latency(with_sources(table, found), path)
+    cells = [("exit", "layer"), *(cell for name in trained for cell in real_of(name).cells)]
+    if layers and ("exit" in again or not all(table.has(*cell) for cell in cells)):
+        note("measuring the latencies of single layers, heads and lookups")
+        runner = timed_layers(pair, trace.longest)
+        table = with_sources(table, measure_sources(runner, trained, trace, repeats=repeats))
+        write_latency(table, path)
+    if todo := {n: m for n, m in drafters.items() if n in again or not is_there(n)}:
+        note(f"measuring the latencies of {', '.join(todo)}")
+        runner, longest = timed_layers(pair, trace.longest, todo), trace.longest
+        found = measure_drafters(runner, todo, repeats, batches=batches, longest=longest)
+        write_latency(with_sources(table, found), path)
 
 
 def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:
@@ -295,18 +277,16 @@ def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:
     from traces.sources.found import read_recordings
     from traces.sources.registry import SOURCES
     from traces.sources.starts.parallel import OnFeatures
-    from traces.store.files import read_trace
 
     recordings = read_recordings(out)
     kinds = {key: SOURCES.get(key.partition(".")[0], Source) for key in recordings}
-    drafters = load_drafters(pair, [
+    modules = load_drafters(pair, [
         kind(str(recordings[key].meta["model"])).for_decoding(recordings)
         for key, kind in kinds.items() if issubclass(kind, OnFeatures)
     ])  # fmt: skip
-    measure_drafters(pair, out, drafters, repeats=repeats, again=drafters)
-    if len(recordings) > len(drafters):
-        modules = modules_of(pair, info, out)
-        measure(pair, out, read_trace(out / "trace.parquet"), modules, repeats=repeats, again=True)
+    if exits := len(recordings) > len(modules):
+        modules |= modules_of(pair, info, out)
+    measure(pair, out, modules, repeats=repeats, again=[*modules, "exit"], layers=exits)
 
 
 def modules_of(
