@@ -29,6 +29,7 @@ from profiler.machine import Machine
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner, context_of
 from profiler.models.seq2seq import Seq2SeqRunner, check_room, is_seq2seq, make_runner
+from profiler.models.stack import LayerRunner
 from profiler.prompts import TEXTS, Prompt
 from profiler.recording.run import DONE_WITH, digest_of
 from profiler.recording.trace import Columns, Recorder, slots_needed
@@ -73,7 +74,7 @@ class LatencyProfile:
         slots = min(max(grid.contexts) + grid.widest, _positions(pair))
         self._pair, self._batched = pair, None
         self._short = pair.device.type == "cuda"
-        self._runners = make_runner(pair.target, slots), make_runner(pair.draft, slots)
+        self._runners = _runner(pair.target, slots), _runner(pair.draft, slots)
         target, draft = self._runners
         single = self._short and not isinstance(target, Seq2SeqRunner)
         blocks = pass_blocks(target, draft, self._grid, short=single)
@@ -111,15 +112,12 @@ class LatencyProfile:
         return LatencyTable(pd.concat(parts, ignore_index=True), meta)
 
     def _layers(self) -> Iterator[pd.DataFrame]:
-        """Yield the cells of each model's single layers, at a few widths."""
-        grid = self._grid
-        few = replace(
-            grid,
-            widths=[w for w in grid.widths if w in (1, 5, max(grid.widths))],
-            repeats=max(3, grid.repeats // 2),
-        )
+        """Yield the cells of each model's single layers, at a few widths, if it can run them."""
+        grid = replace(self._grid, repeats=max(3, self._grid.repeats // 2))
+        few = [w for w in grid.widths if w in (1, 5, max(grid.widths))]
         for name, runner in zip(("target", "draft"), self._runners, strict=True):
-            yield measure_layers(runner, name, few)
+            if isinstance(runner, LayerRunner):
+                yield measure_layers(runner, name, few, grid.contexts, grid)
 
     def _host(self, cells: pd.DataFrame) -> Iterator[pd.DataFrame]:
         """Yield the host's time in rounds, alone and at every batch."""
@@ -134,6 +132,14 @@ class LatencyProfile:
         for batch in [b for b in self._grid.batches if b > 1]:
             assert self._batched is not None
             yield host_beyond(*self._batched, cells, batch=batch, gammas=gammas)
+
+
+def _runner(model: Any, slots: int) -> Runner:
+    """Return a runner of the model's kind, which runs single layers if the model's can run so."""
+    try:
+        return LayerRunner(model, slots)
+    except DraftsimError:
+        return make_runner(model, slots)
 
 
 def profile_latency(

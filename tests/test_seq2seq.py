@@ -114,7 +114,7 @@ def test_the_latency_table_prices_the_encoder_with_the_prefill(tmp_path: Path) -
     prefill = cells[cells["phase"] == "prefill"]
     assert sorted(set(prefill["new_tokens"])) == [8, 32, 64]  # the last positions
     assert set(cells[cells["phase"] == "forward"]["context"]) == {16, 64, 78}
-    assert set(cells["phase"]) >= {"prefill", "forward", "catch_up", "signal", "host_round", "head"}
+    assert set(cells["phase"]) >= {"prefill", "forward", "catch_up", "signal", "host_round"}
     assert (cells["median_s"] >= 0).all()
 
 

@@ -66,7 +66,6 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     """
     from profiler.checks.differences import answers_to, score
     from profiler.models.loading import IGNORED
-    from profiler.models.seq2seq import is_seq2seq
     from profiler.profile import (
         encoded_prompts,
         fitted,
@@ -89,10 +88,6 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     cut = grid.covering(*sizes, recording.max_context or 0)
     asked = cut if wide else cut.narrow()
     settings = replace(settings, grid=fitted(pair, asked))
-    if is_seq2seq(pair.target) and max(settings.grid.batches) > 1:
-        raise DraftsimError(
-            "--batch: encoder-decoder pairs are decoded one request at a time: use --batch 1"
-        )
 
     def is_kept(name: str, *options: dict[str, Any]) -> bool:
         path = out / f"{name}.parquet"

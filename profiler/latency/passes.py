@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
 from profiler.decoding.single import DraftStep, ModelToken
 from profiler.features.heads import ExitHeads
-from profiler.latency.table import FIRST_WIDTHS, Block, Grid, Step, rows_of, up_to
-from profiler.machine import Repeats, Stopwatch, Timing
+from profiler.latency.table import FIRST_WIDTHS, Block, Grid, Step, swept, up_to
 from profiler.models.graphs import captured
 from profiler.models.runner import Runner
 from profiler.models.seq2seq import Seq2SeqRunner
@@ -252,69 +248,16 @@ def random_ids(runner: Runner, *shape: int) -> Tensor:
     return torch.randint(runner.vocab_size, shape, generator=seeded).to(runner.device)
 
 
-def measure_layers(runner: Runner, model: str, grid: Grid) -> pd.DataFrame:
-    """Measure per-layer and output-head seconds of one model, from hooks around its modules."""
-    layers, head = _parts(runner.stack, runner.layers), runner.model.get_output_embeddings()
-    parts: list[pd.DataFrame] = []
-    watch, again, passes = Stopwatch(runner.device), Repeats(), passes_of(runner, grid)
-
-    def timed(run: Callable[[], object]) -> tuple[Timing, list[float]]:
-        with _timed_modules([*layers, head], runner.device) as seconds:
-            taken, _ = watch.measure(run)
-        return taken, seconds()
-
-    for width in grid.widths:
-        for context in passes.contexts:
-            samples = np.empty((grid.repeats, 2))
-            run = partial(timed, passes.run(width, context, keep=0))
-            for repeat in range(-grid.warmup, grid.repeats):
-                _, times = again.best(run)
-                if repeat >= 0:
-                    samples[repeat] = np.mean(times[:-1]), times[-1]
-            cells = [(model, phase, 1, width, context) for phase in ("layer", "head")]
-            parts.append(rows_of(cells, samples))
-    return pd.concat(parts, ignore_index=True)
-
-
-def _parts(model: Any, count: int) -> list[torch.nn.Module]:
-    """Return the model's transformer layers, under any of the usual names."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise ValueError(f"{type(model).__name__} has no list of {count} layers")
-
-
-@contextmanager
-def _timed_modules(
-    modules: Sequence[torch.nn.Module], device: torch.device
-) -> Iterator[Callable[[], list[float]]]:
-    """Time each module's forward inside the block; call the result for the seconds."""
-    cuda = device.type == "cuda"
-    marks: list[list[Any]] = [[] for _ in modules]
-
-    def mark(at: int) -> None:
-        if cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            marks[at].append(event)
-        else:
-            marks[at].append(time.perf_counter())
-
-    def read() -> list[float]:
-        if cuda:
-            torch.cuda.synchronize()
-            return [float(a.elapsed_time(b)) / 1e3 for a, b in marks]
-        return [b - a for a, b in marks]
-
-    handles = []
-    for i, module in enumerate(modules):
-        handles.append(module.register_forward_pre_hook(lambda *_, at=i: mark(at)))
-        handles.append(module.register_forward_hook(lambda *_, at=i: mark(at)))
-    try:
-        yield read
-    finally:
-        for handle in handles:
-            handle.remove()
+@torch.inference_mode()
+def measure_layers(
+    runner: LayerRunner, name: str, widths: Sequence[int], contexts: Sequence[int], grid: Grid, *,
+    graphs: bool = False, exits: bool = False, check: Callable[[], None] = lambda: None,
+    late: Callable[[], bool] = lambda: False,
+) -> pd.DataFrame:  # fmt: skip
+    """Return the cells of `layer_blocks` from sweeps of the `grid`, ``layer`` of a single layer."""
+    blocks = [*layer_blocks(runner, name, widths, contexts, graphs=graphs, exits=exits)]
+    cells = swept(blocks, runner.device, grid.repeats, warmup=grid.warmup, check=check, late=late)
+    return a_layer(cells, runner.layers)
 
 
 def layer_blocks(

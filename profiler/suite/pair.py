@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, supported
 
 from policies.lengths.basic import Fixed
 from profiler.latency.host import dictated_run, dictating_trace, host_beyond
-from profiler.latency.passes import Points, a_layer, layer_blocks, pass_blocks
+from profiler.latency.passes import Points, measure_layers, pass_blocks
 from profiler.latency.table import Grid, swept
 from profiler.machine import NoTimeError
 from profiler.models.architectures import PairShape
@@ -235,21 +235,17 @@ class PairMeasurement:
         )  # fmt: skip
         return rows_of(cells), []
 
-    @torch.inference_mode()
     def layers(self, name: str) -> Found:
         """Measure single layers and the output head; with exit heads where there is no draft."""
         exits, grid = self.models["draft"] is None, self.plan.grid
         contexts = self._contexts(1)[:3]
         widths = grid.widths if exits else (1, 5) if 5 in grid.widths else grid.widths[:1]
         runner = LayerRunner(self.models[name], max(contexts) + max(widths))
-        blocks = layer_blocks(
-            runner, name, widths, contexts, graphs=self.mode == GRAPH, exits=exits
-        )
-        cells = swept(
-            list(blocks), self.place.device, grid.repeats, warmup=grid.warmup, check=self._check,
-            late=lambda: self.late,
+        cells = measure_layers(
+            runner, name, widths, contexts, grid, graphs=self.mode == GRAPH, exits=exits,
+            check=self._check, late=lambda: self.late,
         )  # fmt: skip
-        return rows_of(a_layer(cells, runner.layers)), []
+        return rows_of(cells), []
 
     def _contexts(self, batch: int) -> list[int]:
         """Return the contexts that the memory and both models hold before the widest pass.
