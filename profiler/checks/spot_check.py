@@ -162,13 +162,12 @@ class Measured:
 class DraftModel:
     """Opens requests of a trace with both models of a pair.
 
-    ``forced`` is that of `run_requests`; ``runner`` makes a model's runner for a number of slots.
+    ``forced`` and ``runner`` are those of `run_requests`.
     """
 
     def __init__(
-        self, pair: Pair, trace: Trace, forced: bool = False,
-        runner: Callable[[Any, int], Runner] = make_runner,
-    ) -> None:  # fmt: skip
+        self, pair: Pair, trace: Trace, forced: bool, runner: Callable[..., Runner]
+    ) -> None:
         slots = trace.longest
         self.target, self.draft = runner(pair.target, slots), runner(pair.draft, slots)
         self._pair, self._trace, self._forced = pair, trace, forced
@@ -219,7 +218,7 @@ def run_requests(
     advance: Callable[[], None] = lambda: None,
     kept: Checkpoint | None = None,
     in_time: Callable[[], bool] | None = None,
-    model: DraftModel | None = None,
+    runner: Callable[..., Runner] = make_runner,
     drafters: SourceRunner | None = None,
 ) -> Measured:
     """Decode `requests` of the trace (None: all) for real as `planned`, `repeats` times.
@@ -229,7 +228,8 @@ def run_requests(
     Policies that learn across requests, and lossy rules, start each repeat without what they
     learnt.  What `kept` holds of an earlier call is not run again, and with `in_time` as many
     requests are run as there is time for (`run_interleaved`).
-    ``model`` opens the requests if it exists already, ``drafters`` where another source drafts.
+    ``runner`` makes a model's runner for a number of slots; ``drafters`` make the decoders where
+    another source drafts.
 
     Raises
     ------
@@ -241,9 +241,9 @@ def run_requests(
         raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
     if not forced:
         check_decodable(pair, trace)
-    own = DraftModel(pair, trace, forced) if model is None else model
     some = range(len(trace.requests)) if requests is None else requests
-    work = _Requests(planned, [(1, (i,)) for i in some], trace, own, drafters)
+    model = DraftModel(pair, trace, forced, runner)
+    work = _Requests(planned, [(1, (i,)) for i in some], trace, model, drafters)
     keys = {run.label: (run, 1) for run in planned}
     timing = repeats, advance, kept, in_time
     return _measured(pair, trace, work, keys, forced, *timing)

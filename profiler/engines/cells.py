@@ -203,25 +203,22 @@ class Control:
     def __init__(self, device: str = "cpu") -> None:
         import torch
 
-        self._torch, self._cuda = torch, device != "cpu"
-        device = "cuda" if self._cuda else "cpu"
+        from profiler.machine import Stopwatch
+
+        where = torch.device("cpu" if device == "cpu" else "cuda")
         generator = torch.Generator().manual_seed(0)
-        self._square = torch.rand(384, 384, generator=generator).to(device)
-        self._long = torch.rand(4_000_000, generator=generator).to(device)
+        square = torch.rand(384, 384, generator=generator).to(where)
+        long = torch.rand(4_000_000, generator=generator).to(where)
+        self._watch, self._run = Stopwatch(where), lambda: (square @ square, long.sum())
         for _ in range(3):
             self.seconds()
 
     def seconds(self) -> float:
-        """Return the time of one run."""
-        if self._cuda:  # a drafter's pass that nothing has waited for is not its time
-            self._torch.cuda.synchronize()
-        began = time.perf_counter()
-        product = self._square @ self._square
-        total = self._long.sum()
-        if self._cuda:
-            self._torch.cuda.synchronize()
-        del product, total
-        return time.perf_counter() - began
+        """Return the time of one run.
+
+        On a GPU a drafter's pass that nothing has waited for is not its time.
+        """
+        return self._watch.measure(self._run)[0].wall_s
 
 
 class CellTimer:

@@ -21,7 +21,7 @@ import pandas as pd
 from policies.core import own_copy
 from policies.registry import parse_policy
 from profiler.checks.differences import explain, rounds_differ
-from profiler.checks.spot_check import DraftModel, PlannedPolicy, run_requests
+from profiler.checks.spot_check import PlannedPolicy, run_requests
 from profiler.features.checkpoint import read_drafter
 from profiler.features.drafters import FeatureDrafter
 from profiler.models.loading import Pair
@@ -110,11 +110,10 @@ class Checks:
         Raises NoTimeError if there is no time to run every policy once.
         """
         place, until = self.place, time.monotonic() + seconds
-        model = DraftModel(self.pair, self.trace, runner=partial(make_runner, mode))
         runs = run_requests(
             self.pair, recorded, planned, repeats=1 if place.quick else REPEATS,
-            advance=place.check_time, in_time=lambda: time.monotonic() < until, model=model,
-            drafters=drafters,
+            advance=place.check_time, in_time=lambda: time.monotonic() < until,
+            runner=partial(make_runner, mode), drafters=drafters,
         )  # fmt: skip
         # As many requests as the time held.
         some = range(len(runs.outputs[planned[0].label]))

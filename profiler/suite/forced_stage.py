@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import pandas as pd
 import torch
 
 from profiler.checks.interleaved import LEAST_REPEATS
-from profiler.checks.spot_check import DraftModel, run_batches, run_requests
+from profiler.checks.spot_check import run_batches, run_requests
 from profiler.latency.table import Grid
 from profiler.machine import NoTimeError
 from profiler.models.architectures import PairShape
@@ -177,18 +178,11 @@ def _unit(
     if plain_s * (LEAST_REPEATS + 1) * (len(planned) + len(more)) < until - time.monotonic():
         planned += more
     asked, pair = 1 if place.quick else REPEATS, Pair(*models, tokenizer=None, meta={})
-    timed: dict[str, Any] = {
-        "forced": True, "repeats": asked, "advance": place.check_time,
-        "in_time": lambda: time.monotonic() < until,
-    }  # fmt: skip
-    if batch == 1:
-        opener = DraftModel(pair, trace, forced=True, runner=lambda model, *_: made[id(model)])
-        measured = run_requests(pair, trace, planned, model=opener, **timed)
-    else:
-        measured = run_batches(
-            pair, trace, planned, batches=(batch,), runner=lambda model, *_: made[id(model)],
-            **timed,
-        )  # fmt: skip
+    run = run_requests if batch == 1 else partial(run_batches, batches=(batch,))
+    measured = run(
+        pair, trace, planned, forced=True, repeats=asked, advance=place.check_time,
+        in_time=lambda: time.monotonic() < until, runner=lambda model, *_: made[id(model)],
+    )  # fmt: skip
     times = measured.times
     repeats = times["repeat"].nunique()
     return {
