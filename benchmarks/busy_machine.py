@@ -31,7 +31,7 @@ import pandas as pd
 
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar
-from commands.validate.flow import Given
+from commands.validate.flow import CheckedPair
 from commands.validate.spot_check import SpotCheck, say_verdict
 from profiler.latency.table import Grid
 from profiler.profile import Settings, profile_latency
@@ -89,10 +89,11 @@ def main() -> None:
             settings = Settings(grid=Grid(repeats=given.sweeps))
             profile_latency(pair, settings, run, progress)
         with load(given.load):
-            check = Given(
-                run, given.policy or list(POLICIES), given.repeats, given.limit, given.remeasure
-            )
-            rows = SpotCheck(check, assisted=False).rows()
+            check = CheckedPair(
+                run=run, policy=given.policy or list(POLICIES), repeats=given.repeats,
+                limit=given.limit,
+            )  # fmt: skip
+            rows = SpotCheck(check, assisted=False).rows(given.remeasure)
     say(rows)
 
 

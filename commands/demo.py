@@ -10,7 +10,7 @@ import typer
 from commands.common.drafted import load_recording
 from commands.common.output import JsonOption, emit, note, say_drawn
 from commands.common.quiet import columns_shown
-from commands.validate.flow import Given
+from commands.validate.flow import CheckedPair
 from commands.validate.spot_check import SpotCheck, say_verdict
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def demo(
         print_ranked(ranked, recording=str(out))
     note(f"now {size.prompts} prompts are decoded for real, under the policies below:")
     with only_writer(out):
-        checked = SpotCheck(Given(out, repeats=size.repeats, remeasure=True)).rows()
+        checked = SpotCheck(CheckedPair(run=out, repeats=size.repeats)).rows(remeasure=True)
     emit("demo", checked, json, show=columns_shown(checked))
     say_verdict(checked)
     paths, left_out = save_all(

@@ -25,7 +25,7 @@ from profiler.engines import loads as running
 from profiler.engines.cells import EngineGrid
 from profiler.engines.drafts import EngineDrafts, Forced, LookedUp
 from profiler.engines.engine import EngineOptions
-from profiler.engines.measure import BetweenTable, EngineTable
+from profiler.engines.measure import EngineTable
 from profiler.engines.session import Setup, policy_from
 from profiler.engines.texts import own_texts, prompts_of
 from profiler.engines.vllm.engine import VllmEngine
@@ -137,10 +137,8 @@ def main(folder: Path) -> dict[str, Any]:
     lookup = served(engine, Setup(Told(4), LookedUp(PLD())), prompts)
     lookup["vocabularies"] = [*Told.sizes]
     small = EngineGrid((1, 2, 4), (1, 3), (32,), ((1, 16), (2, 16)), (1, 3), (1, 3), (16, 32), 1, 1)
-    measured = EngineTable(engine, small, folder / "checkpoint")
-    latency = measured.run()
+    latency = EngineTable(engine, small.fitted(engine.options)).run()
     write_latency(latency, folder / "latency.parquet")
-    measured.close()
     chosen = runnable(["gammatune", *BY_BATCH], TRACE, LONGEST)
     arrivals = folder / "arrivals.csv"
     sent = [f"{0.02 * i},100,100" for i in range(6)]
@@ -186,10 +184,10 @@ def own(folder: Path) -> dict[str, Any]:
     found = {n: served(engine, Setup(policy(n), forced), prompts) for n in chosen}
     own = {n: served(engine, Setup(policy(n), EngineDrafts()), prompts) for n in chosen[:3]}
     small = EngineGrid((1, 4), (1, 2, 4), (32,), ((1, 16), (1, 32)), (1,), (1,), (16,), 1, 1)
-    latency = EngineTable(engine, small, folder / "checkpoint").run()
+    latency = EngineTable(engine, small.fitted(engine.options)).run()
     write_latency(latency, folder / "latency.parquet")
     loads = named_loads("closed:1,3", None, None)
-    between = BetweenTable(engine, small)
+    between = EngineTable(engine, small)
     by_start, rows = (
         compare_loads(
             engine,

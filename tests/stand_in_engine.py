@@ -201,5 +201,6 @@ def write_measured_engine(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         Clock.use(patch)
         made: Any = StandIn(OPTIONS)
-        table = EngineTable(made, GRID, folder / "engine-checkpoint").run()
+        table = EngineTable(made, GRID.fitted(OPTIONS)).run()
+    folder.mkdir(parents=True, exist_ok=True)
     write_latency(table, folder / "latency.parquet")

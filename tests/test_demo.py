@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from commands.demo import FULL, QUICK
-from commands.validate.flow import Given
+from commands.validate.flow import CheckedPair
 from commands.validate.spot_check import SpotCheck
 from profiler.checks.interleaved import PLACE
 from profiler.prompts import read_prompts
@@ -28,7 +29,7 @@ def test_a_demo_stopped_while_it_decodes_keeps_its_recording(
     folder = tmp_path / "run"
     found = []
 
-    def interrupted(given: Given) -> None:
+    def interrupted(given: CheckedPair) -> None:
         found.append((given.run / "trace.parquet").read_bytes())
         (given.run / f"{PLACE}-0").mkdir(exist_ok=True)
         raise KeyboardInterrupt
@@ -63,9 +64,9 @@ def test_a_demo_ends_with_the_path_of_its_page(
 ) -> None:
     asked = []
 
-    def checked(given: Given) -> SpotCheck:
+    def checked(given: CheckedPair) -> SpotCheck:
         asked.append(given)
-        return SpotCheck(given._replace(policy=["fixed:gamma=2"]), assisted=False)
+        return SpotCheck(replace(given, policy=["fixed:gamma=2"]), assisted=False)
 
     monkeypatch.setattr("commands.demo.SpotCheck", checked)
     monkeypatch.setattr("commands.validate.flow.SWEEPS", 1)
@@ -74,7 +75,7 @@ def test_a_demo_ends_with_the_path_of_its_page(
         ran = run("demo", "--out", folder, *SMALL, "--repeats", 1, "--json", "-")
     assert [row["policy"] for row in ran.rows] == ["autoregressive", "fixed:gamma=2"]
     # The policies are those that a check has where none is named.
-    assert asked == [Given(folder, repeats=1, remeasure=True)]
+    assert asked == [CheckedPair(run=folder, repeats=1)]
     assert ran.err.splitlines()[-1].startswith(f"wrote {folder / 'report.html'}")
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "fixed:gamma=2" in page

@@ -40,7 +40,7 @@ def compared(made: type[StandIn], folder: Path) -> dict[tuple[str, str], dict[st
     with pytest.MonkeyPatch.context() as patch:
         Clock.use(patch)
         own: Any = made(OPTIONS)
-        latency: LatencyTable = EngineTable(own, GRID, folder / "checkpoint").run()
+        latency: LatencyTable = EngineTable(own, GRID.fitted(own.options)).run()
         chosen = {text: parse_serving_policy(text, max_gamma=OPTIONS.longest) for text in POLICIES}
         # The stand-in's clock goes by ticks, of which these times are whole numbers.
         file = arrival_file(folder / "times.csv", *(f"{i / 4},12,24" for i in range(5)))
@@ -157,7 +157,7 @@ def test_a_policy_that_learns_has_the_places_of_the_simulator_in_any_rows(
     """Requests that end or begin together take and give up places as they do in simulated time."""
     Clock.use(monkeypatch)
     own: Any = Reordering(replace(OPTIONS, max_batch=4))
-    latency: LatencyTable = EngineTable(own, GRID, tmp_path / "checkpoint").run()
+    latency: LatencyTable = EngineTable(own, GRID.fitted(own.options)).run()
     text = "ucb:learns_across_requests=true"
     policies = {
         text: parse_serving_policy(text, max_gamma=OPTIONS.longest), "by load": ByLoad(),

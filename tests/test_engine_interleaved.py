@@ -13,7 +13,7 @@ from policies import parse_policy
 from profiler.engines import cells, loads
 from profiler.engines.drafts import Forced
 from profiler.engines.loads import RunningLoad, interleave, planned_loads, run_loads, together
-from profiler.engines.measure import BetweenTable
+from profiler.engines.measure import EngineTable
 from profiler.engines.session import Setup
 from profiler.engines.texts import own_texts, prompts_of
 from tests.stand_in_engine import GRID, OPTIONS, TICK_S, Clock, Control, StandIn
@@ -136,7 +136,7 @@ def test_cells_are_measured_all_along(engine: Any, monkeypatch: pytest.MonkeyPat
     """Between the slices too, by the engine's own scheduler."""
     prompts = prompts_of(TRACE, engine.vocabulary)
     forced = Forced(TRACE, own_texts(engine, TRACE, prompts), engine.vocabulary)
-    between = BetweenTable(engine, GRID)
+    between = EngineTable(engine, GRID)
     took: list[tuple[float, bool]] = []
     block, advance = cells.CellTimer.block, between.advance
     monkeypatch.setattr(loads, "SLICE_S", 0.1)
@@ -157,7 +157,7 @@ def test_cells_are_measured_all_along(engine: Any, monkeypatch: pytest.MonkeyPat
 
 def test_a_table_of_the_runs_own_time_leaves_out_no_sample(engine: Any) -> None:
     """Not even where the control load was disturbed: the runs were disturbed as often."""
-    between = BetweenTable(engine, GRID)
+    between = EngineTable(engine, GRID)
     between.advance(1)
     usual = between.table()
     Clock.slower = 1.5

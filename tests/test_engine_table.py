@@ -290,7 +290,7 @@ def test_batches_that_a_load_often_decodes_are_measured_themselves() -> None:
     assert often([Counter({8: 9, 3: 1}), Counter({2: 95, 5: 5})]) == [2, 8, 3]
 
 
-def times_measured(table: measure.BetweenTable) -> dict[Cell, int]:
+def times_measured(table: measure.EngineTable) -> dict[Cell, int]:
     """Return how often each cell was measured."""
     return dict(Counter(Cell(*row) for row in table.samples[SIZES].itertuples(index=False)))
 
@@ -312,13 +312,13 @@ class Bent:
 
 @pytest.mark.parametrize(("left_s", "left_out"), [(1e6, 0), (0.0, 16)])
 def test_what_a_table_can_do_without_is_measured_in_the_time_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float, left_out: int
+    monkeypatch: pytest.MonkeyPatch, left_s: float, left_out: int
 ) -> None:
     monkeypatch.setattr(measure, "CellTimer", Bent)
     options = EngineOptions("m", longest=4, max_batch=4)
     meta = {"engine": {"own_drafter": False}, "device": "cpu"}
     engine: Any = SimpleNamespace(options=options, meta=meta)
-    made = measure.EngineTable(engine, GRID, tmp_path, left_s=lambda: left_s)
+    made = measure.EngineTable(engine, GRID.fitted(options), left_s=lambda: left_s)
     table = made.run()
     batches = set(table.cells.query("phase == 'forward'")["batch"])
     # Two sweeps over the batch that reading between missed, and twice the four slow cells.
@@ -329,7 +329,7 @@ def test_what_a_table_can_do_without_is_measured_in_the_time_left(
 
 @pytest.mark.parametrize(("left_s", "visits"), [(1e6, 3), (0.0, 1)])
 def test_one_sweep_is_measured_in_any_case_and_further_ones_in_the_time_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float, visits: int
+    monkeypatch: pytest.MonkeyPatch, left_s: float, visits: int
 ) -> None:
     monkeypatch.setattr(measure, "CellTimer", Bent)
     options = EngineOptions("m", longest=4, max_batch=4)
@@ -337,11 +337,13 @@ def test_one_sweep_is_measured_in_any_case_and_further_ones_in_the_time_left(
         options=options, meta={"engine": {"own_drafter": False}, "device": "cpu"}
     )
     grid = replace(GRID, sweeps=3, held_out=1.0)
-    made = measure.EngineTable(engine, grid, tmp_path, left_s=lambda: left_s)
+    made = measure.EngineTable(engine, grid.fitted(options), left_s=lambda: left_s)
     advanced: list[int] = []
     made.run(advanced.append)
     assert times_measured(made)[Cell("decode", 1, 1, 64)] == visits * GRID.steps
-    assert advanced == sorted([*range(visits)] * made.blocks)  # block by block, sweep after sweep
+    assert advanced == sorted(
+        [*range(visits)] * len(made.blocks)
+    )  # block by block, sweep after sweep
     cells = sum(map(len, made.grid.blocks()))
     assert made.left_out >= (3 - visits) * cells
     assert (made.left_out == 0) == (visits == 3)
@@ -349,7 +351,7 @@ def test_one_sweep_is_measured_in_any_case_and_further_ones_in_the_time_left(
 
 @pytest.mark.parametrize("between_runs", [False, True])
 def test_a_gpu_runs_every_size_once_before_it_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between_runs: bool
+    monkeypatch: pytest.MonkeyPatch, between_runs: bool
 ) -> None:
     monkeypatch.setattr(measure, "CellTimer", Bent)
     options = EngineOptions("m", longest=4, max_batch=4)
@@ -359,11 +361,10 @@ def test_a_gpu_runs_every_size_once_before_it_is_timed(
         meta = {"engine": {"own_drafter": False}, "device": device}
         engine: Any = SimpleNamespace(options=options, meta=meta)
         if between_runs:
-            runs[device] = measure.BetweenTable(engine, grid.fitted(options))
+            runs[device] = measure.EngineTable(engine, grid.fitted(options))
             runs[device].advance(1)
         else:
-            folder = tmp_path / device
-            runs[device] = measure.EngineTable(engine, grid, folder, left_s=lambda: 0.0)
+            runs[device] = measure.EngineTable(engine, grid.fitted(options), left_s=lambda: 0.0)
             runs[device].run()
     timed, warm = runs["cpu"], runs["NVIDIA H200"]
     every = timed.grid.blocks()

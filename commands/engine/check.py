@@ -26,7 +26,7 @@ from traces.latency.schema import graphs_of
 if TYPE_CHECKING:
     from profiler.engines.cells import EngineGrid
     from profiler.engines.engine import Engine, EngineKind, EngineOptions
-    from profiler.engines.measure import BetweenTable
+    from profiler.engines.measure import EngineTable
     from simulator.engines import Workload
     from simulator.serving.scenario import Scenario
     from simulator.tune.settings import Tuned
@@ -43,7 +43,7 @@ USUAL = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
 
 
 def compare_loads(
-    engine: Engine, latency: LatencyTable, work: Workload, between: BetweenTable | None = None,
+    engine: Engine, latency: LatencyTable, work: Workload, between: EngineTable | None = None,
     kept: Checkpoint | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run every load under every policy in the engine (`run_loads`) and in the simulator.

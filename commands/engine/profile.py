@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
 from commands.common.progress import progress_bar
-from profiler.engines.cells import EngineGrid
+from profiler.engines.cells import SAMPLE, EngineGrid
 from profiler.engines.engine import EngineKind, EngineOptions, find_engine
 from profiler.engines.measure import EngineTable
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.latency.schema import UNIFORM, graphs_of
+from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import Apart, Speed
 from traces.store.files import write_latency
 from traces.store.parquet import read_meta
@@ -49,16 +50,17 @@ def profile_engine(
     note(f"starting {name} with {options.target}")
     engine = kind.start(options)
     say_slow_dtype(engine.meta)
-    measured = EngineTable(
-        engine, EngineGrid(), out / "engine-checkpoint", left_s=lambda: end - time.monotonic()
-    )
+    grid = EngineGrid().fitted(options, graphs_of(engine.meta["engine"]))
+    settings = {"engine": engine.meta, "grid": asdict(grid), "samples": SAMPLE}
+    kept = Checkpoint(out / "engine-checkpoint", settings)
+    measured = EngineTable(engine, grid, kept=kept, left_s=lambda: end - time.monotonic())
     with progress_bar() as progress:
-        sweeps = {0: progress.add_task("measuring iterations", total=measured.blocks)}
+        sweeps = {0: progress.add_task("measuring iterations", total=len(measured.blocks))}
 
         def advance(sweep: int) -> None:
             if sweep not in sweeps:
                 again = "measuring again, while there is time"
-                sweeps[sweep] = progress.add_task(again, total=measured.blocks)
+                sweeps[sweep] = progress.add_task(again, total=len(measured.blocks))
             progress.advance(sweeps[sweep])
 
         table = measured.run(advance)
@@ -66,7 +68,7 @@ def profile_engine(
         table = with_default_speeds(table, plain)
         note(table.meta["remark"])
     write_latency(table, file)
-    measured.close()
+    kept.close()
     errors = [abs(entry["error"]) for entry in table.meta["held_out"]]
     worst = f"; held-out cells within {max(errors):.1%} before points were added" if errors else ""
     note(f"wrote {file}: {len(table.cells)} cells{worst}")

@@ -10,7 +10,7 @@ import pandas as pd
 
 from commands.common.options import batch_sizes
 from commands.common.output import MEASURE_MORE, note
-from commands.validate.flow import Given, RealRuns, as_recorded
+from commands.validate.flow import CheckedPair, RealRuns, as_recorded
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class BatchRuns(RealRuns):
 
     name = "measured_batches"
 
-    def __init__(self, given: Given, batch: str, forced: bool = False) -> None:
+    def __init__(self, given: CheckedPair, batch: str, forced: bool = False) -> None:
         from profiler.recording.run import digest_of
         from simulator.chosen import load_serving_policies
         from simulator.serving.study import predict_groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 
 from commands.common import options
-from commands.common.output import JsonOption, OutOption, emit, placed, remark
+from commands.common.output import JsonOption, OutOption, emit, placed
 from commands.common.quiet import columns_shown
 from commands.engine.options import CheckedEngine
-from commands.validate.flow import Given, RealRuns
+from commands.validate.flow import CheckedPair, CheckedRun, RealRuns
 from commands.validate.spot_check import LossyRuns, SourceRuns, SpotCheck, say_verdict
 from traces.errors import DraftsimError
 
@@ -35,50 +35,22 @@ RemeasureOption = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckedRun:
-    """The options of every check that runs something."""
+def check(
+    asked: CheckedPair, kind: Callable[[CheckedPair], RealRuns], policies: Sequence[str] | None,
+    remeasure: bool = False,
+) -> None:  # fmt: skip
+    """Run, compare and print a kind of check."""
+    from profiler.recording.run import only_writer, read_run
 
-    run: Annotated[Path, typer.Option(metavar="RUN", help="Run folder of `draftsim profile`.")]
-    policy: options.PolicyOption = None
-    repeats: Annotated[int, typer.Option(min=1, help="Real runs of every policy and prompt.")] = 3
-    limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None
-    out: OutOption = None
-    json: JsonOption = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckedPair(CheckedRun):
-    """The options of every check that decodes with the pair of a run folder."""
-
-    trust_remote_code: options.TrustOption = False
-
-    def methods(self, verify: str | None = None) -> tuple[Sequence[str] | None, str | None, bool]:
-        """Return the policies, their rule, and True if some have a draft source of their own."""
-        from simulator.chosen import one_rule
-        from simulator.predict import split_systems
-
-        policies, rule = one_rule(self.policy, verify, remark)
-        return policies, rule, bool(split_systems(policies)[1])
-
-    def check(
-        self, kind: Callable[[Given], RealRuns], policies: Sequence[str] | None,
-        remeasure: bool = False,
-    ) -> None:  # fmt: skip
-        """Run, compare and print a kind of check."""
-        from profiler.recording.run import only_writer, read_run
-
-        # Refused now where it is no run or may only be read, and not once torch is loaded or after
-        # minutes of decoding.
-        read_run(self.run, self.trust_remote_code)
-        given = Given(
-            self.run, policies, self.repeats, self.limit, remeasure, self.trust_remote_code
-        )
-        with only_writer(self.run, COPY):
-            rows = kind(given).rows()
-        emit("validate", rows, self.json, show=columns_shown(rows), out=self.out)
-        if self.json is None:
-            say_verdict(rows)
+    # Refused now where it is no run or may only be read, and not once torch is loaded or after
+    # minutes of decoding.
+    read_run(asked.run, asked.trust_remote_code)
+    chosen = None if policies is None else [*policies]
+    with only_writer(asked.run, COPY):
+        rows = kind(replace(asked, policy=chosen)).rows(remeasure)
+    emit("validate", rows, asked.json, show=columns_shown(rows), out=asked.out)
+    if asked.json is None:
+        say_verdict(rows)
 
 
 def run(
@@ -106,7 +78,7 @@ def run(
     compared, and their seconds are left out.
     """
     policies, rule, systems = asked.methods()
-    kind: Callable[[Given], RealRuns] = partial(
+    kind: Callable[[CheckedPair], RealRuns] = partial(
         SpotCheck, forced=forced, sampled=sampled, assisted=assisted
     )
     if systems:
@@ -122,7 +94,7 @@ def run(
                 f"the methods' rule {rule} changes the text: drop --forced and --remeasure"
             )
         kind = partial(LossyRuns, verify=rule, memory=None, sampled=sampled)
-    asked.check(kind, policies, remeasure)
+    check(asked, kind, policies, remeasure)
 
 
 def sources(
@@ -146,7 +118,7 @@ def sources(
             "no source is named: add --source NAME, or a --policy that has one of its own "
             "(`draftsim list --sources`)"
         )
-    asked.check(partial(SourceRuns, source=source), policies, remeasure)
+    check(asked, partial(SourceRuns, source=source), policies, remeasure)
 
 
 def batch(
@@ -171,7 +143,7 @@ def batch(
             "batches are drafted by the draft model and verified exactly: name policies that are "
             "no methods with a source or a rule of their own"
         )
-    asked.check(partial(BatchRuns, batch=batch, forced=forced), policies)
+    check(asked, partial(BatchRuns, batch=batch, forced=forced), policies)
 
 
 def lossy(
@@ -196,7 +168,7 @@ def lossy(
     if rule is None:
         raise DraftsimError("no rule is named: add --verify RULE, csd where --memory is given")
     kind = partial(LossyRuns, verify=rule, memory=memory, sampled=sampled)
-    asked.check(kind, policies)
+    check(asked, kind, policies)
 
 
 def engine(

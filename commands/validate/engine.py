@@ -60,7 +60,7 @@ def engine_check(
     """
     from profiler.engines.engine import find_engine
     from profiler.engines.loads import SLICE_S
-    from profiler.engines.measure import BetweenTable
+    from profiler.engines.measure import EngineTable
     from simulator.engines import Workload, synthetic_rows, with_defaults
 
     loads = named_loads(served.load, served.rate, served.arrivals)
@@ -108,7 +108,7 @@ def engine_check(
     with unfinished(run, key, total, note, grows=True) as kept:
         between = None
         if grid is not None:
-            between = BetweenTable(engine, grid, work.seed, kept.within("cells"))
+            between = EngineTable(engine, grid, work.seed, kept.within("cells"))
         rows = check.compare_loads(engine, latency, work, between, kept)
         if between is not None:
             write_latency(between.table(), run / CHECKED)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+import typer
 
-from commands.common.output import note
+from commands.common import options
+from commands.common.output import JsonOption, OutOption, note, remark
 from commands.common.progress import progress_bar, working
 from commands.common.quiet import AGAIN, say_machine, with_machine
 from policies.registry import PLAIN
@@ -37,18 +40,31 @@ SWEEPS, FEWEST = 15, 3
 """Latency sweeps spread over the real runs, where they are cheap, and where one takes minutes."""
 
 
-class Given(NamedTuple):
-    """The options that every check takes."""
+@dataclass(frozen=True, kw_only=True)
+class CheckedRun:
+    """The options of every check that runs something."""
 
-    run: Path
-    """Run folder, where the measured times are kept, too."""
-    policy: Sequence[str] | None = None
-    repeats: int = 3
-    limit: int | None = None
-    """Prompts used at most."""
-    remeasure: bool = False
-    """Measure the latencies again between the real runs, and predict from those."""
-    trust_remote_code: bool = False
+    run: Annotated[Path, typer.Option(metavar="RUN", help="Run folder of `draftsim profile`.")]
+    policy: options.PolicyOption = None
+    repeats: Annotated[int, typer.Option(min=1, help="Real runs of every policy and prompt.")] = 3
+    limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None
+    out: OutOption = None
+    json: JsonOption = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedPair(CheckedRun):
+    """The options of every check that decodes with the pair of a run folder."""
+
+    trust_remote_code: options.TrustOption = False
+
+    def methods(self, verify: str | None = None) -> tuple[Sequence[str] | None, str | None, bool]:
+        """Return the policies, their rule, and True if some have a draft source of their own."""
+        from simulator.chosen import one_rule
+        from simulator.predict import split_systems
+
+        policies, rule = one_rule(self.policy, verify, remark)
+        return policies, rule, bool(split_systems(policies)[1])
 
 
 class RealRuns:
@@ -85,7 +101,7 @@ class RealRuns:
     drafters: SourceRunner | None = None
     """Makes the decoders of these sources."""
 
-    def __init__(self, given: Given, sampled: bool = False, forced: bool = False) -> None:
+    def __init__(self, given: CheckedPair, sampled: bool = False, forced: bool = False) -> None:
         from profiler.prompts import chosen_of
         from profiler.recording.run import read_run
         from traces.store.files import read_latency, read_trace
@@ -170,11 +186,11 @@ class RealRuns:
         replayed = {log.policy: log for log in self.logs}
         return self.texts.compared(rows, measured.logs, replayed, self.draft_model)
 
-    def rows(self) -> pd.DataFrame:
+    def rows(self, remeasure: bool = False) -> pd.DataFrame:
         """Run, predict and compare; the measured times are kept in the run folder.
 
         The columns are those of `simulator.validation.compare`, and what the kind adds.  With
-        `Given.remeasure` the rows are predicted from latencies measured between the real runs
+        `remeasure` the rows are predicted from latencies measured again, between the real runs
         (`Remeasured`).
         """
         from profiler.checks.interleaved import check_options, unfinished
@@ -182,7 +198,7 @@ class RealRuns:
         from simulator.validation import compare
         from traces.store.engine_runs import MeasuredRuns, write_measured
 
-        run, remeasure = self.given.run, self.given.remeasure
+        run = self.given.run
         # A table that cannot price them is refused before any run.
         self.expected = [price(log, self.latency) for log in self.logs]
         self.load()

@@ -12,7 +12,7 @@ import pandas as pd
 
 from commands.common.output import note, say_memory, say_unjudged
 from commands.common.quiet import say_texts
-from commands.validate.flow import REMEDY, Given, RealRuns, as_recorded
+from commands.validate.flow import REMEDY, CheckedPair, RealRuns, as_recorded
 from policies.registry import PLAIN
 from traces.errors import DraftsimError, SignalError, TailError
 
@@ -65,7 +65,7 @@ class SpotCheck(RealRuns):
     draft_model = True
 
     def __init__(
-        self, given: Given, forced: bool = False, sampled: bool = False, assisted: bool = True
+        self, given: CheckedPair, forced: bool = False, sampled: bool = False, assisted: bool = True
     ) -> None:
         from simulator.chosen import is_unfitted, load_policies, named, say_left_out
         from simulator.whatif.ranking import fastest_for_real, with_fastest
@@ -193,7 +193,7 @@ class SourceRuns(RealRuns):
     name = "measured-sources"
     remedy = REMEDY
 
-    def __init__(self, given: Given, source: str | None) -> None:
+    def __init__(self, given: CheckedPair, source: str | None) -> None:
         from traces.replay.vectorised import replay_many
         from traces.sources.found import find_recordings
         from traces.sources.registry import describe_source
@@ -295,7 +295,7 @@ class LossyRuns(RealRuns):
     as_decoded = True
 
     def __init__(
-        self, given: Given, verify: str, memory: Path | None, sampled: bool = False
+        self, given: CheckedPair, verify: str, memory: Path | None, sampled: bool = False
     ) -> None:
         from profiler.checks.interleaved import rule_conditions
         from simulator.chosen import load_policies, load_rule

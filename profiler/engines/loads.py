@@ -17,7 +17,7 @@ from policies.together import Policy
 from profiler.engines.cells import Control
 from profiler.engines.drafts import Forced
 from profiler.engines.engine import Engine
-from profiler.engines.measure import BetweenTable
+from profiler.engines.measure import EngineTable
 from profiler.engines.session import Session, Setup
 from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import Demand, EngineStep, LoadRun
@@ -211,7 +211,7 @@ def warm_up(
 def run_loads(
     engine: Engine, chosen: Mapping[str, Policy], demands: Mapping[str, Demand],
     prompts: Mapping[int, Sequence[int]], forced: Forced, repeats: int,
-    between: BetweenTable | None = None, kept: Checkpoint | None = None,
+    between: EngineTable | None = None, kept: Checkpoint | None = None,
     say: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda: nullcontext(lambda _: None),
 ) -> dict[tuple[str, str], list[LoadRun]]:  # fmt: skip
@@ -315,7 +315,7 @@ def blocks_of(engine: Engine, demand: Demand, prompts: Mapping[int, Sequence[int
     return sum(math.ceil((n + options.longest + 1) / engine.block_size) + 1 for n in lengths)
 
 
-def room_left(engine: Engine, between: BetweenTable | None) -> int:
+def room_left(engine: Engine, between: EngineTable | None) -> int:
     """Return the blocks that the engine can do without while it measures cells `between`."""
     tokens = 0
     if between is not None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from profiler.engines.cells import SAMPLE, SIZES, Cell, CellTimer, EngineGrid
+from profiler.engines.cells import SIZES, Cell, CellTimer, EngineGrid
 from profiler.engines.engine import Engine
-from traces.latency.schema import CELL_COLUMNS, graphs_of
+from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.sources.lookups.sources import LookupSource, ServedRequest
 from traces.sources.lookups.text import searching
@@ -215,24 +214,28 @@ HELD_OUT = 2
 """Times that the held-out cells are measured."""
 
 
-class BetweenTable:
-    """A table that is measured block by block between other work of the same engine.
+class EngineTable:
+    """Timed iterations of one engine by cell, and the table that they make.
 
-    So minutes in which the machine is slow affect that work and the table alike.
+    It is measured block by block: by itself (`run`), or between other work of the same engine
+    (`advance`), so that minutes in which the machine is slow affect that work and the table alike.
 
     ``grid``: sizes that the engine can run.  ``kept``: stores every block; blocks that it holds are
-    not measured again.
+    not measured again.  ``left_s``: returns the seconds that remain of `run`.
     """
 
     def __init__(
-        self, engine: Engine, grid: EngineGrid, seed: int = 0, kept: Checkpoint | None = None
-    ) -> None:
-        self.grid, self.meta, self._kept = grid, engine.meta, kept
+        self, engine: Engine, grid: EngineGrid, seed: int = 0, kept: Checkpoint | None = None,
+        left_s: Callable[[], float] = lambda: math.inf,
+    ) -> None:  # fmt: skip
+        self.grid, self.meta, self._kept, self._left_s = grid, engine.meta, kept, left_s
+        self.left_out = 0
+        """Visits to cells, again or to points between, that `run` had no time for."""
         self._timer, self._rng = CellTimer(engine, seed), np.random.default_rng(seed)
         self._found: list[pd.DataFrame] = []
         self._took_s: dict[int, float] = {}
         self._warm = engine.meta["device"] == "cpu"
-        self._blocks = grid.blocks()
+        self.blocks = grid.blocks()
         self._waiting: list[int] = []
         self.done = 0
         """Blocks measured by `advance`."""
@@ -244,10 +247,10 @@ class BetweenTable:
 
     def advance(self, sweeps: float) -> None:
         """Measure blocks until `sweeps` sweeps over all are done, each in a new random order."""
-        while self.done < sweeps * len(self._blocks):
+        while self.done < sweeps * len(self.blocks):
             if not self._waiting:
-                self._waiting = self._rng.permutation(len(self._blocks)).tolist()
-            block = self._blocks[self._waiting.pop()]
+                self._waiting = self._rng.permutation(len(self.blocks)).tolist()
+            block = self.blocks[self._waiting.pop()]
             self._found.append(self._visited(f"{self.done:05d}", block))
             self.done += 1
 
@@ -265,7 +268,7 @@ class BetweenTable:
         Kernels are compiled when a size first runs: 40 ms among passes of 6 ms.
         """
         if not self._warm:
-            for block in self._blocks:
+            for block in self.blocks:
                 self._timer.block(block, 1)
             self._warm = True
 
@@ -304,45 +307,15 @@ class BetweenTable:
             cells.append(search_cells(average))
         return LatencyTable(pd.concat(cells, ignore_index=True), meta)
 
-
-class EngineTable(BetweenTable):
-    """The measurement of an engine's table, block by block.
-
-    Finished blocks are stored in `folder`, so that a stopped measurement can continue.
-
-    Parameters
-    ----------
-    left_s:
-        Returns the seconds that remain.  One sweep is always measured; held-out cells, further
-        sweeps, disturbed cells and points between only if there is time.
-
-    Raises DraftsimError if the folder holds one with other settings.
-    """
-
-    def __init__(
-        self, engine: Engine, grid: EngineGrid, folder: Path,
-        left_s: Callable[[], float] = lambda: math.inf,
-    ) -> None:  # fmt: skip
-        fitted = grid.fitted(engine.options, graphs_of(engine.meta["engine"]))
-        self._folder = Checkpoint(
-            folder, {"engine": engine.meta, "grid": asdict(fitted), "samples": SAMPLE}
-        )
-        super().__init__(engine, fitted, 0, self._folder)
-        self._left_s = left_s
-        self.left_out = 0
-        """Visits to cells, again or to points between, that there was no time for."""
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of a sweep."""
-        return len(self._blocks)
-
     def run(self, advance: Callable[[int], None] = lambda _: None) -> LatencyTable:
         """Measure the sweeps, held-out cells and points between, then disturbed cells again.
 
+        One sweep is always measured; held-out cells, further sweeps, disturbed cells and points
+        between only if there is time.
+
         ``advance`` is called after each block of a sweep, with the sweep's number from 0 on.
         """
-        blocks, held_out = self._blocks, self.grid.between()
+        blocks, held_out = self.blocks, self.grid.between()
         for sweep in range(self.grid.sweeps):
             for i in self._rng.permutation(len(blocks)).tolist():
                 own = {f"sweep-{sweep}-{i}": blocks[i]}
@@ -354,10 +327,6 @@ class EngineTable(BetweenTable):
                 if disturbed := self._disturbed(block):
                     self._if_time({f"again-{again}-{i}": disturbed})
         return self._table(quiet(self.samples), errors, "median")
-
-    def close(self) -> None:
-        """Remove what a stopped measurement would go on from, once the table is written."""
-        self._folder.close()
 
     def _if_time(
         self, blocks: Mapping[str, list[Cell]], to_come: Sequence[list[Cell]] = (),
