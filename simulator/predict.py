@@ -119,7 +119,7 @@ def replay_systems(
         try:
             if not all(latency.has(*call) for call in source.calls):
                 # What could not be priced is not replayed; what it lacks first is said first.
-                source.open(trace, recordings, trace.first)(0)
+                source.check(trace, recordings, trace.first)
                 missing[name] = f"{by} {UNTIMED}"
                 continue
             logs = replay_system(name, trace, recordings)

@@ -103,10 +103,8 @@ class ChosenExits:
 class EarlyExitReplay(SourceReplay):
     """One recorded request, drafted by early exit of its target."""
 
-    sampled: ClassVar[bool] = True
-
     def __init__(self, trace: Trace, request: int, exits: ChosenExits, first: int) -> None:
-        super().__init__(trace, request, first)
+        super().__init__(trace, request, first, sampled=True)
         self.exits = exits
         self._path = exits.recording.request_starts[request]
         self._depths: list[int] = []
@@ -227,7 +225,8 @@ class EarlyExit(Source):
     signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS
     recorded_as = ExitRecording
     runs_layers = True
-    replays = EarlyExitReplay
+    sampled = True
+    replays: ClassVar[type[EarlyExitReplay]] = EarlyExitReplay
     stands_in: ClassVar[bool] = False
     """True if drafts go on along the true text where nothing was recorded after a wrong exit."""
 
