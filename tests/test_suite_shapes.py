@@ -28,13 +28,11 @@ def test_error_summary_counts_both_signs() -> None:
 def test_a_stand_in_follows_every_token_by_itself_whatever_came_before(tmp_path: Path) -> None:
     """No near-tie of bfloat16 can then change its text in an engine."""
     shape = ARCHITECTURES["qwen2.5-coder-0.5b"]
-    small = replace(
-        shape, hidden_size=256, intermediate_size=512, layers=2, heads=4, vocab_size=512
-    )
+    small = replace(shape, hidden=256, inner=512, layers=2, heads=4, head_dim=64, vocab=512)
     write(small, tmp_path / "model", "cpu")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16
-    ids = torch.randint(small.vocab_size, (1, 40), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(small.vocab, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = model(ids).logits[0].float()
     assert torch.equal(logits.argmax(-1), ids[0])

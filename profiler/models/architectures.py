@@ -1,7 +1,7 @@
-"""Model architectures by their published shapes, built with random weights on the device.
+"""Models of published sizes (`traces.operators.shapes`), built with random weights on the device.
 
 A forward pass takes as long with random weights as with trained ones, so latencies need no
-download.  Every shape is that of the ``config.json`` on the Hugging Face hub named as source.
+download.
 """
 
 from __future__ import annotations
@@ -13,24 +13,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from traces.operators.shapes import Architecture, find_architecture
+
 FAMILIES: Mapping[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config}
 
 
-@dataclass(frozen=True)
-class DecoderShape:
-    """A decoder's shape; sizes as in its published configuration."""
+@dataclass(frozen=True, kw_only=True)
+class DecoderShape(Architecture):
+    """A decoder that transformers builds."""
 
-    name: str
-    source: str
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab_size: int
     positions: int
     rope_theta: float = 10_000.0
-    tied: bool = False
     family: str = "llama"
     rope: Mapping[str, Any] = field(default_factory=dict)
     """Further parameters of the rotary positions."""
@@ -40,41 +33,19 @@ class DecoderShape:
         """Return the shape of a loaded model."""
         c = model.config.get_text_config()
         return cls(
-            name, str(getattr(c, "_name_or_path", "") or name), c.hidden_size,
-            c.intermediate_size, c.num_hidden_layers, c.num_attention_heads,
-            c.num_key_value_heads, c.vocab_size, c.max_position_embeddings,
-            tied=bool(c.tie_word_embeddings), family=c.model_type,
+            name, str(getattr(c, "_name_or_path", "") or name), c.num_hidden_layers,
+            c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads,
+            c.hidden_size // c.num_attention_heads, c.vocab_size, bool(c.tie_word_embeddings),
+            positions=c.max_position_embeddings, family=c.model_type,
         )  # fmt: skip
-
-    @property
-    def head_width(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.heads
-
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of one transformer layer's matrices."""
-        kv = 2 * self.kv_heads * self.head_width
-        return self.hidden_size * (2 * self.hidden_size + kv + 3 * self.intermediate_size)
-
-    @property
-    def parameters(self) -> int:
-        """Weights of the whole model, norms and biases left out."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + embeddings
-
-    @property
-    def kv_values(self) -> int:
-        """Numbers that one token occupies in the cache."""
-        return 2 * self.layers * self.kv_heads * self.head_width
 
     def config(self) -> Any:
         """Return the transformers configuration."""
         rope = {"rope_theta": self.rope_theta, "rope_type": "default"}
         return FAMILIES[self.family](
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
@@ -93,9 +64,8 @@ class DecoderShape:
         kv_heads = 2 if group < 4 else 1
         heads = kv_heads * group
         return replace(
-            self, hidden_size=8 * heads, intermediate_size=32, layers=1 + (self.layers > 12),
-            heads=heads, kv_heads=kv_heads, vocab_size=128, positions=min(self.positions, 1024),
-            rope={},
+            self, hidden=8 * heads, inner=32, layers=1 + (self.layers > 12), heads=heads,
+            kv_heads=kv_heads, head_dim=8, vocab=128, positions=min(self.positions, 1024), rope={},
         )  # fmt: skip
 
     def build(self, device: torch.device, dtype: torch.dtype) -> Any:
@@ -117,45 +87,40 @@ def _llama3(factor: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _known(like: str, positions: int, rope_theta: float = 10_000.0, **own: Any) -> DecoderShape:
+    """Return a model of known sizes, some of them its `own`."""
+    sizes = {**vars(find_architecture(like)), **own}
+    return DecoderShape(**sizes, positions=positions, rope_theta=rope_theta)
+
+
 _ALL = (
-    DecoderShape(
-        "llama-3.1-8b", "meta-llama/Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128256, 131072,
-        500_000.0, rope=_llama3(8.0),
-    ),
-    DecoderShape(
-        "llama-3.2-1b", "meta-llama/Llama-3.2-1B", 2048, 8192, 16, 32, 8, 128256, 131072,
-        500_000.0, tied=True, rope=_llama3(32.0),
-    ),
-    DecoderShape("vicuna-7b", "lmsys/vicuna-7b-v1.5", 4096, 11008, 32, 32, 32, 32000, 4096),
-    DecoderShape("vicuna-68m", "double7/vicuna-68m", 768, 3072, 2, 12, 12, 32000, 2048),
-    DecoderShape("vicuna-13b", "lmsys/vicuna-13b-v1.5", 5120, 13824, 40, 40, 40, 32000, 4096),
-    DecoderShape("vicuna-160m", "double7/vicuna-160m", 768, 3072, 12, 12, 12, 32000, 2048),
-    DecoderShape(
-        "qwen2.5-32b", "Qwen/Qwen2.5-32B", 5120, 27648, 64, 40, 8, 152064, 131072, 1e6,
-        family="qwen2",
-    ),
+    _known("llama-3.1-8b", 131072, 500_000.0, rope=_llama3(8.0)),
+    _known("llama-3.2-1b", 131072, 500_000.0, rope=_llama3(32.0)),
+    _known("vicuna-7b", 4096),
+    _known("vicuna-68m", 2048),
+    _known("vicuna-13b", 4096),
+    _known("vicuna-160m", 2048),
+    _known("qwen2.5-32b", 131072, 1e6, family="qwen2"),
     # Its own table has 151936 rows; decoding a pair together takes one vocabulary.
-    DecoderShape(
-        "qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", 896, 4864, 24, 14, 2, 152064, 32768, 1e6, tied=True,
-        family="qwen2",
+    _known("qwen2.5-0.5b", 32768, 1e6, family="qwen2", vocab=152064),
+    _known(
+        "qwen2.5-1.5b", 32768, 1e6, family="qwen2", name="qwen2.5-coder-1.5b",
+        hub="Qwen/Qwen2.5-Coder-1.5B-Instruct",
     ),
-    DecoderShape(
-        "qwen2.5-coder-1.5b", "Qwen/Qwen2.5-Coder-1.5B-Instruct", 1536, 8960, 28, 12, 2, 151936,
-        32768, 1e6, tied=True, family="qwen2",
+    _known(
+        "qwen2.5-0.5b", 32768, 1e6, family="qwen2", name="qwen2.5-coder-0.5b",
+        hub="Qwen/Qwen2.5-Coder-0.5B-Instruct",
     ),
-    DecoderShape(
-        "qwen2.5-coder-0.5b", "Qwen/Qwen2.5-Coder-0.5B-Instruct", 896, 4864, 24, 14, 2, 151936,
-        32768, 1e6, tied=True, family="qwen2",
-    ),
-    DecoderShape(
-        "codellama-7b", "codellama/CodeLlama-7b-hf", 4096, 11008, 32, 32, 32, 32016, 16384, 1e6
-    ),
-    DecoderShape(
-        "codellama-13b", "codellama/CodeLlama-13b-hf", 5120, 13824, 40, 40, 40, 32016, 16384, 1e6
+    _known("codellama-7b", 16384, 1e6),
+    _known(
+        "llama-2-13b", 16384, 1e6, name="codellama-13b", hub="codellama/CodeLlama-13b-hf",
+        vocab=32016,
     ),
     # Of GPT-2's depth and width with a three-layer draft, as CM-ASD's experiments have it.
-    DecoderShape("cm-asd-12", "12 x 768, GPT-2's shape", 768, 3072, 12, 12, 12, 50304, 2048),
-    DecoderShape("cm-asd-3", "3 x 768, GPT-2's width", 768, 3072, 3, 12, 12, 50304, 2048),
+    _known("vicuna-160m", 2048, name="cm-asd-12", hub="12 x 768, GPT-2's shape", vocab=50304),
+    _known(
+        "vicuna-160m", 2048, name="cm-asd-3", hub="3 x 768, GPT-2's width", vocab=50304, layers=3
+    ),
 )  # fmt: skip
 
 ARCHITECTURES: Mapping[str, DecoderShape] = {a.name: a for a in _ALL}

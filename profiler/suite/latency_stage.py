@@ -220,10 +220,7 @@ def shapes_of(pair: PairShape) -> dict[str, Any]:
     """Return the sizes of both architectures that a cost model needs."""
     both = {"target": pair.target, "draft": pair.draft}
     return {
-        role: {
-            "name": a.name, "source": a.source, "layers": a.layers, "parameters": a.parameters,
-            "hidden_size": a.hidden_size, "vocab_size": a.vocab_size, "tied": a.tied,
-            "kv_values": a.kv_values,
-        }
-        for role, a in both.items() if a is not None
-    }  # fmt: skip
+        role: {**one.meta(), "name": one.name, "source": one.hub}
+        for role, one in both.items()
+        if one is not None
+    }

@@ -268,8 +268,8 @@ class PairMeasurement:
                 why.append(f"context {asked}: the model's context is {positions}")
             # Caches, attention's copies of one layer, the logits, and the causal matrix.
             values = sum(
-                batch * (context + width) * shape.kv_values * (1 + 8 / shape.layers)
-                + 3 * batch * width * shape.vocab_size + context**2 / 2
+                batch * (context + width) * shape.kv_values * (shape.layers + 8)
+                + 3 * batch * width * shape.vocab + context**2 / 2
                 for shape in shapes
             )  # fmt: skip
             if values * self.place.dtype.itemsize > 0.9 * room:

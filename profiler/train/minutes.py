@@ -40,8 +40,8 @@ _CHUNK = 1024  # documents encoded at a time
 ROW_TOKENS = 512
 BATCH_TOKENS = 32_768
 TARGET = DecoderShape(
-    "trained-12", "trained by profiler.suite", 768, 2048, 12, 12, 12, VOCABULARY, POSITIONS,
-    tied=True,
+    "trained-12", "trained by profiler.suite", 12, 768, 2048, 12, 12, 64, VOCABULARY, tied=True,
+    positions=POSITIONS,
 )  # fmt: skip
 DRAFT = replace(TARGET, name="trained-3", layers=3)
 
@@ -214,7 +214,7 @@ def train_pair(
     shapes = [TARGET, DRAFT]
     if quick:
         shapes = [
-            replace(shape, hidden_size=32, intermediate_size=64, heads=2, kv_heads=2, layers=layers)
+            replace(shape, hidden=32, inner=64, heads=2, kv_heads=2, head_dim=16, layers=layers)
             for shape, layers in zip(shapes, (2, 1), strict=True)
         ]
     torch.manual_seed(0)
