@@ -34,8 +34,7 @@ from tests.outputs import greedy, trace_of
 from tests.replayed import run_as_replayed, run_source
 from tests.shared import made_once
 from traces.errors import DraftsimError, TailError
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.calls import DRAFTER, Counted, pack_counted
 from traces.sources import (
     Eagle,
@@ -303,7 +302,7 @@ def test_batched_passes_of_a_drafter_are_those_of_its_rows(case: Case) -> None:
         tokens = torch.randint(96, (3, 12), generator=generator)
         fused = torch.randn(3, 12, width, generator=generator)
         together = DrafterRunner(drafter, 16, 3)
-        parts = [together.run_batch(tokens[:, a:b], fused[:, a:b], a) for a, b in ((0, 7), (7, 12))]
+        parts = [together.run(tokens[:, a:b], fused[:, a:b], a) for a, b in ((0, 7), (7, 12))]
         for row in range(3):
             alone = DrafterRunner(drafter, 16)
             for (a, b), part in zip(((0, 7), (7, 12)), parts, strict=True):

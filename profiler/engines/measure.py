@@ -15,8 +15,7 @@ import pandas as pd
 
 from profiler.engines.cells import Cell, CellTimer, EngineGrid, Sample
 from profiler.engines.engine import Engine
-from traces.latency.schema import CELL_COLUMNS, graphs_of
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable, graphs_of
 from traces.sources.lookups.sources import LookupSource, ServedRequest
 from traces.sources.lookups.text import searching
 from traces.sources.registry import SOURCES
@@ -96,7 +95,7 @@ def usual_control_s(samples: Samples) -> float:
 
 
 def cells_of(kept: Samples, own_passes: bool = False, average: Average = np.median) -> pd.DataFrame:
-    """Return cells as in `traces.latency.schema.CELL_COLUMNS`, made of these samples.
+    """Return cells as in `traces.latency.table.CELL_COLUMNS`, made of these samples.
 
     ``forward`` is the engine's pass with sampling, ``host_round`` the rest of an iteration
     without drafts, ``host_draft`` what a drafted token adds to the proposer's time.

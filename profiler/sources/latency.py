@@ -85,13 +85,10 @@ def drafter_rounds(
     features = torch.zeros(
         batch, longest, drafter.feature_width, dtype=target.model.dtype, device=target.device
     )
-    one = isinstance(target, LayerRunner)
     own = drafter.fuse(features[:, :1])
 
     def states(width: int, context: int, fused: torch.Tensor, module: int = 0) -> torch.Tensor:
-        if one:
-            return runner.run(tokens[0, :width], fused[0], context, module=module)[0][None]
-        return runner.run_batch(tokens[:, :width], fused, context, module=module)[0]
+        return runner.run(tokens[:, :width], fused, context, module=module)[0]
 
     def draft(width: int, context: int, fused: torch.Tensor | None = None) -> Step:
         read = max(1, width - most + 1)  # the others are masks, which have no features
