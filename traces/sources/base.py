@@ -15,7 +15,7 @@ from policies.spec import Checked
 from traces.acceptance.trace import Trace, once_per_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import CallCounter
+from traces.replay.calls import CallCounter, pack_calls
 from traces.replay.decoder import RecordedToken
 from traces.replay.rounds import Fidelity
 from traces.sources.recording import Recordings, SourceRecording
@@ -138,12 +138,17 @@ class Source(Checked):
         """
         raise NotImplementedError
 
+    def counted_in(self, rounds: Rounds, noted: Sequence[Any]) -> Rounds:
+        """Return the calls of `rounds`, given what each request's decoder `noted`."""
+        return pack_calls(noted)
+
     def check(self, trace: Trace, recordings: Recordings, first: int) -> None:
         """Raise DraftsimError naming the remedy where what it needs was not recorded."""
         self.open(trace, recordings, first)(0)
 
 
-ReplayedRounds = tuple[npt.NDArray[np.void], npt.NDArray[np.void]]
+Rounds = npt.NDArray[np.void]
+ReplayedRounds = tuple[Rounds, Rounds]
 """Rounds, and the calls that they ran."""
 
 
@@ -172,6 +177,11 @@ class SourceReplay(ABC):
         self.limit = self.info.max_new_tokens
         self.position = min(first, self.length)
         self.calls = CallCounter()
+
+    @property
+    def noted(self) -> Any:
+        """What tells the calls of its rounds (`Source.counted_in`)."""
+        return self.calls.rounds
 
     @property
     def remaining(self) -> int:

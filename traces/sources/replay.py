@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from policies.vectorised import own_word, plan_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import LAYER, Call, pack_calls, pack_counted
+from traces.replay.calls import LAYER, pack_calls, pack_counted
 from traces.replay.rounds import RoundLog
 from traces.replay.ruled import prepared_rule
 from traces.replay.run import own_policy, source_under, text_fidelity
@@ -67,7 +68,7 @@ def replay_source(
         decoder_of = source.open(trace, recordings, first)
         own = own_policy(trace, policy)
         known = _at_once(trace, decoder_of, own, first, chosen)
-        rounds, calls = known or _asked(decoder_of, own, chosen)
+        rounds, calls = known or _asked(source, decoder_of, own, chosen)
     return RoundLog(
         rounds, [trace.requests[i] for i in chosen], name or describe(policy),
         source=source_under(policy, source.label(recordings)), verify=lossless,
@@ -116,16 +117,20 @@ def _at_once(
 
 
 def _asked(
-    decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, chosen: Sequence[int]
-) -> ReplayedRounds:
+    source: Source, decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy,
+    chosen: Sequence[int],
+) -> ReplayedRounds:  # fmt: skip
     """Return rounds and calls by the loop: the policy is asked before every token."""
-    rounds: list[list[Round]] = []
-    calls: list[list[list[Call]]] = []
-    for i in chosen:
-        decoder = decoder_of(i)
-        rounds.append(list(speculate(decoder, policy.fresh())))
-        calls.append(decoder.calls.rounds)
-    return RoundLog.pack(rounds), pack_calls(calls)
+    noted: list[Any] = []
+
+    def decode() -> Iterator[list[Round]]:
+        for i in chosen:
+            decoder = decoder_of(i)
+            yield list(speculate(decoder, policy.fresh()))
+            noted.append(decoder.noted)
+
+    rounds = RoundLog.pack(decode())
+    return rounds, source.counted_in(rounds, noted)
 
 
 def check_rule(rule: VerifyRule | None, source: Source, trace: Trace) -> str:
