@@ -15,8 +15,7 @@ from policies import Fixed
 from simulator import price, summarize
 from simulator.ratios import ratio_costs
 from traces.acceptance.synthetic import synthetic_trace
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 

@@ -30,8 +30,7 @@ from simulator.serving import (
 )
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 
 CONVERSATIONS = (
     Path(__file__).resolve().parents[2] / "shared" / "data" / "arrivals"

@@ -46,7 +46,7 @@ from docs.server_tables import (
 from policies.core import Round
 from policies.guard import SIGNALS
 from traces.acceptance.trace import COLUMNS, SIGNAL_COLUMNS, Request
-from traces.latency.schema import CELL_COLUMNS, PHASES
+from traces.latency.table import CELL_COLUMNS, PHASES
 from traces.operators.table import OPERATOR_COLUMNS, OPERATORS
 from traces.replay.calls import CALL_DTYPE, CALL_KINDS
 from traces.replay.rounds import ROUND_DTYPE

@@ -46,8 +46,7 @@ from simulator.whatif.ranking import (
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, SignalError, TailError
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.calls import CALL_KINDS, DRAFTER, DRAFTER_TREE, ONE_PASS
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
@@ -119,7 +118,7 @@ def replay_systems(
         try:
             if not all(latency.has(*call) for call in source.calls):
                 # What could not be priced is not replayed; what it lacks first is said first.
-                source.open(trace, recordings, trace.first)(0)
+                source.check(trace, recordings, trace.first)
                 missing[name] = f"{by} {UNTIMED}"
                 continue
             logs = replay_system(name, trace, recordings)

@@ -34,8 +34,8 @@ from policies.arrays import Bools, Floats, Ints
 from policies.rules.base import VerifyRule
 from policies.rules.registry import RULES
 from traces.errors import DraftsimError
-from traces.latency.schema import SERVER
-from traces.latency.table import EXTRAPOLATED, INTERPOLATED, Estimate, LatencyTable
+from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED
+from traces.latency.table import SERVER, Estimate, LatencyTable
 from traces.replay.calls import (
     CALL_KINDS,
     DRAFTER,
@@ -301,7 +301,7 @@ def judging_phase(log: RoundLog) -> str:
 
 
 def rule_phase(rule: VerifyRule | type[VerifyRule] | None) -> str:
-    """Return the phase of `traces.latency.schema.PHASES` that the verdicts of a lossy rule cost.
+    """Return the phase of `traces.latency.table.PHASES` that the verdicts of a lossy rule cost.
 
     It follows from what the rule reads.
     """

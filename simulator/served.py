@@ -23,8 +23,7 @@ from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS, SERVER
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, SERVER, LatencyTable
 from traces.store.engine_runs import PolicyRuns, ServedRun
 
 CONTROL_OPEN = 4

@@ -10,8 +10,7 @@ import pandas as pd
 
 from simulator.hardware.roofline import ModelShape, Roofline
 from traces.acceptance.synthetic import Bursty, synthetic_trace
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.operators.devices import DEVICES
 from traces.store.files import write_latency, write_trace
 

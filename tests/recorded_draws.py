@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,13 +53,18 @@ class RecordedDraws(_Recorded):
     def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
         """Return the token that was drawn at the node of this prefix.
 
-        Raises KeyError where the prefix was not recorded.
+        The prefix must have been recorded.
         """
         del logits
         node, on_path = self._path + position, True
         for i, token in enumerate(so_far):
             on_path = on_path and token.token_id == self._true[position + i]
-            node = node + 1 if on_path else self._recording.children[node, token.token_id]
+            if on_path:
+                node += 1
+            else:
+                fed = np.array([node]), np.array([token.token_id])
+                node = int(self._recording.after(*fed)[0])
+                assert node >= 0
         return self._tensor([int(self._recording["argmax"][node, at])])
 
 

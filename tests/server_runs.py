@@ -22,8 +22,7 @@ from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
 from simulator.engines import Workload
 from tests.engine_runs import BATCH, LONGEST, MODEL, OWN_FILE, TRACE, miniature
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 
 POLICIES = ("fixed:gamma=3", "gammatune", OWN_FILE)
 ALONE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

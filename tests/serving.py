@@ -15,8 +15,7 @@ from simulator.serving import Run
 from simulator.serving.run import EventEngine
 from simulator.serving.scheduler import BlockPool
 from traces.acceptance.trace import Request, Trace
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 
 
 def bernoulli(alpha: float, requests: int, tokens: int, seed: int = 0, prompt: int = 32) -> Trace:

@@ -44,7 +44,8 @@ from tests.batched_decoding import decode_batch
 from tests.few_cells import few_cells
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import INTERPOLATED, LatencyTable
+from traces.latency.interpolate import INTERPOLATED
+from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 
 

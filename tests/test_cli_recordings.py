@@ -18,8 +18,7 @@ from tests.report_pages import data_of, lead
 from traces.acceptance.trace import Trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.sources import find_drafted
 from traces.store.files import write_latency, write_trace
 from traces.store.identity import engine_head, model_in, same_model

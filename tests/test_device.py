@@ -31,7 +31,7 @@ from profiler.recording.trace import Recorder
 from tests.batched_decoding import decode_batch
 from tests.pretend_gpu import CUDA, PretendedError, PretendedGPU, pretended
 from traces.acceptance.sampling import GREEDY, Sampling
-from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import CELL_COLUMNS
 
 SLOTS, WORDS, NEW = 200, 61, 10
 HALF = torch.bfloat16

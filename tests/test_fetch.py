@@ -12,7 +12,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from filelock import FileLock
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
@@ -21,6 +20,7 @@ from profiler.fetched import fetch, places
 from profiler.fetched.places import QWEN_CODER, SETS, Model, ModelSet
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
+from traces.store.writing import locked
 
 PARTS = [b"GGUF", b"one and ", b"the rest"]
 
@@ -218,9 +218,12 @@ def test_too_little_room_is_said_before_anything_is_downloaded(
 
 
 def test_two_fetches_at_once_are_refused(known: ModelSet, cache: Path) -> None:
-    (cache / "qwen-coder").mkdir(parents=True)
-    lock = FileLock(cache / "qwen-coder" / ".lock")
-    with lock, pytest.raises(DraftsimError, match="another fetch writes to"):
+    root = cache / "qwen-coder"
+    root.mkdir(parents=True)
+    with (
+        locked(root / ".lock", root, "name another"),
+        pytest.raises(DraftsimError, match=f"{root} is being written by process"),
+    ):
         fetch.fetch(known, quiet)
 
 

@@ -21,8 +21,7 @@ from policies.lengths.basic import Fixed
 from tests.stored import assert_same, small_trace
 from traces.acceptance.trace import Request, Trace
 from traces.errors import FileError
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.run import replay
 from traces.store import parquet
 from traces.store.files import (

@@ -37,8 +37,7 @@ from simulator.hardware.scaling import carry_over, table_shapes
 from simulator.published import GAMMATUNE, GAMMATUNE_MS, SOURCES, SPECBOUND_4, STUDIES
 from tests.conftest import Run
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.operators.devices import DEVICES, find_device
 from traces.operators.shapes import find_architecture
 

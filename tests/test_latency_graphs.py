@@ -8,7 +8,8 @@ import pytest
 from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.latency.graphs import CAPTURED, CUDAGraphs
-from traces.latency.table import EXTRAPOLATED, LatencyTable
+from traces.latency.interpolate import EXTRAPOLATED
+from traces.latency.table import LatencyTable
 from traces.operators.compose import LAUNCHED_S
 from traces.store.operators import in_graphs
 from traces.store.recordings import find_latency

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from traces.errors import DraftsimError
-from traces.latency.interpolate import non_negative
-from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
+from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED, non_negative
+from traces.latency.table import LatencyTable
 
 QUIET = settings(max_examples=60, deadline=None)
 Cells = dict[tuple[int, int, int], float]

@@ -22,7 +22,8 @@ from tests.serving import table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request
 from traces.errors import DraftsimError
-from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
+from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED
+from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_DTYPE, CALL_KINDS, HEAD, LAYER, PASS
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay

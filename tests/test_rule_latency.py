@@ -23,8 +23,7 @@ from simulator.pricing import judging_phase
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.serving.study import InOrder
 from tests.test_pricing import CELLS, HOST, random_log, table
-from traces.latency.schema import CELL_COLUMNS, PHASES
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, PHASES, LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.store.files import read_latency, write_latency

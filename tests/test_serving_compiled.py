@@ -47,7 +47,8 @@ from tests.test_serving_exact import RAGGED
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
-from traces.latency.table import ANY_CONTEXT, EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
+from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED
+from traces.latency.table import ANY_CONTEXT, LatencyTable
 from traces.store.recordings import find_trace
 
 

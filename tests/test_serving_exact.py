@@ -24,7 +24,8 @@ from tests.serving import GRID, arrival_file, bernoulli, table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError, TailError
-from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
+from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED
+from traces.latency.table import LatencyTable
 
 SIGNALLED = synthetic_trace(0.7, requests=6, tokens=40, max_gamma=24, concentration=3.0, seed=1)
 PLAIN = bernoulli(0.75, 12, 40, seed=2)

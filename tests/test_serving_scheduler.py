@@ -25,7 +25,8 @@ from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
 from tests.serving import CONSTANT, GRID, SMALL, bernoulli, table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
+from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED
+from traces.latency.table import LatencyTable
 
 
 def waiting(scheduler: Scheduler, *prompts: int, output: int = 4) -> list[Slot]:

@@ -11,8 +11,7 @@ from simulator.serving import ClosedLoop, Limits, Poisson, Run, Scenario, simula
 from simulator.serving.arrivals import Arrivals
 from simulator.serving.cost import EngineCost
 from tests.serving import GRID, SMALL, little_error
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 
 AROUND_S, BESIDE_S = 0.03, 0.002
 LIMITS = Limits(max_batch=4)

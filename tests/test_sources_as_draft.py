@@ -336,7 +336,7 @@ def test_what_cannot_stand_for_a_draft_model_says_why(case: Any) -> None:
     with pytest.raises(DraftsimError, match="5 heads were asked for and 4 recorded"):
         drafted_trace(case.trace, parse_source("medusa:k=5"), case.recordings)
     source, trace = both(case, "eagle:model=eagle")
-    with pytest.raises(TailError, match=f"max_gamma={OFFSETS}"):
+    with pytest.raises(TailError, match=f"and {OFFSETS} were recorded"):
         replay(trace, Fixed(OFFSETS + 1))
     with pytest.raises(DraftsimError, match="no passes of the drafter 'eagle"):
         drafted_latency(GRID, source, case.recordings)

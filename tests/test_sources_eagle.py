@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.training.unroll import target_features, unroll
-from policies.core import DraftPolicy, speculate
+from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
 from profiler.features.drafters import FeatureDrafter
@@ -34,9 +34,8 @@ from tests.outputs import greedy, trace_of
 from tests.replayed import run_as_replayed, run_source
 from tests.shared import made_once
 from traces.errors import DraftsimError, TailError
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
-from traces.replay.calls import DRAFTER, pack_calls
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay.calls import DRAFTER, Counted, pack_counted
 from traces.sources import (
     Eagle,
     parse_source,
@@ -127,11 +126,12 @@ POLICIES: list[DraftPolicy] = [Fixed(4), Fixed(1), Confidence(5, 0.4), Moody()]
 
 def replayed_calls(case: Case, source: Eagle, policy: DraftPolicy) -> Any:
     """Return the calls that a replay counts, whether or not they are priced."""
-    decoder_of = source.open(case.trace, case.recordings, 1)
-    decoders = [decoder_of(i) for i in range(len(case.outputs))]
-    for decoder in decoders:
-        list(speculate(decoder, policy.fresh()))
-    return pack_calls(decoder.calls.rounds for decoder in decoders)
+    log = replay_source(case.trace, source, policy, recordings=case.recordings)
+    counted = source.counted(log, source.recording(case.recordings))
+    if source.by_passes(case.recordings):  # later passes read one token each
+        later = np.maximum(log.rounds["draft_forwards"].astype(np.int64) - 1, 0)
+        counted.append(Counted.each(False, DRAFTER, np.ones_like(later), later))
+    return pack_counted(counted)
 
 
 @pytest.mark.invariant(1)
@@ -302,7 +302,7 @@ def test_batched_passes_of_a_drafter_are_those_of_its_rows(case: Case) -> None:
         tokens = torch.randint(96, (3, 12), generator=generator)
         fused = torch.randn(3, 12, width, generator=generator)
         together = DrafterRunner(drafter, 16, 3)
-        parts = [together.run_batch(tokens[:, a:b], fused[:, a:b], a) for a, b in ((0, 7), (7, 12))]
+        parts = [together.run(tokens[:, a:b], fused[:, a:b], a) for a, b in ((0, 7), (7, 12))]
         for row in range(3):
             alone = DrafterRunner(drafter, 16)
             for (a, b), part in zip(((0, 7), (7, 12)), parts, strict=True):

@@ -66,7 +66,7 @@ def record_trees(
     target: Any, trace: Trace, drafter: FeatureDrafter, topk: int, layers: int
 ) -> TreeRecording:
     grown = GrownTrees(drafter, topk, layers)
-    recorder = TreeRecorder(LayerRunner(target, trace.longest), grown, trace.longest)
+    recorder = TreeRecorder(target, trace, grown, RecordOptions())
     recording: TreeRecording = record_along(recorder, trace)
     return recording
 

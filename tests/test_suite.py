@@ -15,7 +15,7 @@ from profiler.suite.pair import error_summary
 from simulator.hardware.scaling import table_shapes
 from simulator.validation import check_recording
 from tests.suite_results import SMALL, results, suite
-from traces.latency.table import MEASURED
+from traces.latency.interpolate import MEASURED
 from traces.store.engine_runs import read_measured
 from traces.store.files import read_latency, read_trace
 

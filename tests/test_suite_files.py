@@ -13,8 +13,7 @@ from profiler.suite.__main__ import SECONDS
 from profiler.suite.checks import COLUMNS, MORE_POLICIES, POLICIES, REPEATS
 from profiler.suite.environment import write_within
 from tests.suite_results import check_files
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.store.engine_runs import MeasuredRuns, write_measured
 from traces.store.files import read_trace, write_latency, write_trace
 

@@ -30,8 +30,7 @@ from tests.conftest import Run
 from tests.outputs import trace_of
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.sources import parse_source, replay_source

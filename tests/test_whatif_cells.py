@@ -28,8 +28,7 @@ from tests.compiled import TABLES
 from tests.serving import table_of
 from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay import vectorised
 from traces.replay.calls import passes_always
 from traces.replay.run import replay

@@ -4,7 +4,8 @@ from traces.acceptance.survival import Survival, survival
 from traces.acceptance.synthetic import Bursty, Iid, MatchProcess, synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError, FileError, SignalError, TailError
-from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, Estimate, LatencyTable
+from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED
+from traces.latency.table import Estimate, LatencyTable
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.rounds import Fidelity, RoundLog
 from traces.replay.run import replay

@@ -21,7 +21,7 @@ from commands.common.progress import progress_bar, working
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError
-from traces.latency.schema import graphs_of
+from traces.latency.table import graphs_of
 
 if TYPE_CHECKING:
     from profiler.engines.cells import EngineGrid

@@ -10,7 +10,7 @@ import typer
 
 from commands.common.options import as_named, batch_sizes, rates
 from traces.errors import DraftsimError
-from traces.latency.schema import ENGINE_MODES
+from traces.latency.table import ENGINE_MODES
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from profiler.engines.engine import EngineKind, EngineOptions, find_engine
 from profiler.engines.measure import EngineTable
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.latency.schema import UNIFORM, graphs_of
+from traces.latency.table import UNIFORM, graphs_of
 from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import Apart, Speed
 from traces.store.files import write_latency

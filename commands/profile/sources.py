@@ -92,7 +92,7 @@ def split_drafters(texts: Sequence[str], temperature: float) -> tuple[list[OnFea
                 f"two drafters are called {Path(str(source.model)).name}, by which tables tell "
                 "them apart: rename a folder"
             )
-        if temperature > 0 and not source.replays.sampled:
+        if temperature > 0 and not source.sampled:
             raise DraftsimError(
                 f"drafts of --source {source.name} are recorded along greedy output alone: drop "
                 "--temperature, or record them by a command of their own"

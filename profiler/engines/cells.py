@@ -21,7 +21,7 @@ from profiler.engines.engine import Engine, EngineOptions
 from profiler.engines.session import Setup
 from profiler.engines.texts import FIRST_ID
 from traces.errors import DraftsimError
-from traces.latency.schema import UNIFORM
+from traces.latency.table import UNIFORM
 from traces.store.engine_runs import PARTS, EngineStep
 
 UNTIMED = 2

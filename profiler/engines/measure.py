@@ -14,8 +14,7 @@ import pandas as pd
 
 from profiler.engines.cells import SIZES, Cell, CellTimer, EngineGrid
 from profiler.engines.engine import Engine
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.sources.lookups.sources import LookupSource, ServedRequest
 from traces.sources.lookups.text import searching
 from traces.sources.registry import SOURCES
@@ -81,7 +80,7 @@ def usual_control_s(samples: pd.DataFrame) -> float:
 def cells_of(
     kept: pd.DataFrame, own_passes: bool = False, average: Average = "median"
 ) -> pd.DataFrame:
-    """Return cells as in `traces.latency.schema.CELL_COLUMNS`, made of these samples.
+    """Return cells as in `traces.latency.table.CELL_COLUMNS`, made of these samples.
 
     ``forward`` is the engine's pass with sampling, ``host_round`` the rest of an iteration
     without drafts, ``host_draft`` what a drafted token adds to the proposer's time.

@@ -17,16 +17,15 @@ from traces.errors import DraftsimError
 
 
 class DrafterRunner:
-    """Runs entries of one sequence, any slots rewritten at will; an entry's slot is its position.
+    """Runs entries of a sequence, any slots rewritten at will; an entry's slot is its position.
 
     ``slots``: entries that its cache has room for, branches of trees included; ``batch``:
-    sequences of as many entries, for `run_batch`.
+    sequences of as many entries.
     """
 
     def __init__(self, drafter: FeatureDrafter, slots: int, batch: int = 1) -> None:
         self.drafter = drafter
         self.cache = SlotCache(drafter.modules_in_turn, slots, batch)
-        self._rows = torch.arange(batch, device=drafter.device)[:, None]
         positions = torch.arange(slots, device=drafter.device)
         self._causal = torch.ones(slots, slots, dtype=torch.bool, device=drafter.device).tril_()
         self._cos, self._sin = drafter.rotary(positions[None])
@@ -37,6 +36,8 @@ class DrafterRunner:
         mask: Tensor | None = None, positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run entries in the slots ``start ...``; slots before are attended to.
+
+        Several sequences run at once, causally, if tokens and states have a further first axis.
 
         Parameters
         ----------
@@ -49,31 +50,19 @@ class DrafterRunner:
 
         Returns the head's input, and what replaces the next feature; (entries, hidden) each.
         """
-        stop = start + tokens.shape[0]
+        stop = start + tokens.shape[-1]
         self.cache.place(start, stop)
         if mask is None:
             mask = self._causal[start:stop, :stop]
         at = slice(start, stop) if positions is None else positions
+        alone = tokens.dim() == 1
+        if alone:
+            tokens, fused = tokens[None], fused[None]
         states, feature = self.drafter.step(
-            self.drafter.embed(tokens)[None], fused[None],
-            (self._cos[:, at], self._sin[:, at]), mask[None, None], self.cache, module,
-        )  # fmt: skip
-        return states[0], feature[0]
-
-    @torch.inference_mode()
-    def run_batch(
-        self, tokens: Tensor, fused: Tensor, start: int, *, module: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Do `run` for (batch, entries) tokens and (batch, entries, hidden) states, each causal."""
-        batch, count = tokens.shape
-        stop = start + count
-        places = torch.arange(start, stop, device=tokens.device).expand(batch, count)
-        self.cache.place_ragged(self._rows[:batch], places, stop)
-        at = slice(start, stop)
-        return self.drafter.step(
             self.drafter.embed(tokens), fused, (self._cos[:, at], self._sin[:, at]),
-            self._causal[at, :stop][None, None], self.cache, module,
+            mask[None, None], self.cache, module,
         )  # fmt: skip
+        return (states[0], feature[0]) if alone else (states, feature)
 
 
 class Layer(NamedTuple):

@@ -16,15 +16,14 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from policies.json_text import parse_json
 from profiler.fetched.places import Model, ModelSet, cache, folder
 from traces.errors import DraftsimError, missing
+from traces.store.writing import locked
 
 NEEDED = ("torch", "transformers", "safetensors", "gguf", "accelerate")
 MARKER = "made_from.json"
@@ -319,19 +318,11 @@ def made_from(path: Path) -> str | None:
 @contextmanager
 def _only_one(root: Path) -> Iterator[None]:
     """Lock the folder against another fetch; remove half-made folders of a killed one."""
-    lock = FileLock(root / ".lock", timeout=0)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise DraftsimError(f"another fetch writes to {root}: wait for it to end") from None
     except OSError as error:
         raise DraftsimError(f"cannot write {root}: {error.strerror or error}") from None
-    try:
+    with locked(root / ".lock", root, "name another place in DRAFTSIM_CACHE"):
         for left in root.glob(f"{PART}*"):
             shutil.rmtree(left, ignore_errors=True)
         yield
-    finally:
-        with suppress(OSError):
-            (root / ".lock").unlink(missing_ok=True)
-        lock.release()

@@ -38,8 +38,7 @@ from profiler.machine import Repeats, Stopwatch, Timing, sweeps, timed
 from profiler.models.runner import Runner
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 
 HOST_GAMMAS = (0, 1, 2, 4, 8, 16)
 """Draft lengths over which the host's time per round and per drafted token is fitted."""
@@ -281,7 +280,7 @@ def measure_rules(
     longest: Tokens of the pair's longest draft.
     repeats: Timed repeats; within one the cells and families come in a fresh random order.
 
-    Returns rows as in `traces.latency.schema.CELL_COLUMNS`, of the target, phases as in `RULES`.
+    Returns rows as in `traces.latency.table.CELL_COLUMNS`, of the target, phases as in `RULES`.
     """
     room = min(target.cache.slots, target.max_positions, draft.cache.slots, draft.max_positions)
     counts = [n for n in drafted if n <= longest and 2 * n + 8 <= room]

@@ -18,7 +18,7 @@ import torch
 from profiler.machine import NoTimeError, Repeats, Stopwatch, Timing
 from traces.acceptance.trace import Request
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import CELL_COLUMNS
 from traces.store.checkpoint import Checkpoint
 
 FIRST_WIDTHS = (1, 2, 4)

@@ -47,10 +47,10 @@ class SlotLayer(CacheLayerMixin):
         assert self.values is not None
         cache = self._cache
         if cache.scatter is None:
-            stop = cache.start + key_states.shape[2]
-            self.keys[:1, :, cache.start : stop] = key_states
-            self.values[:1, :, cache.start : stop] = value_states
-            return self.keys[:1, :, :stop], self.values[:1, :, :stop]
+            count, stop = key_states.shape[0], cache.start + key_states.shape[2]
+            self.keys[:count, :, cache.start : stop] = key_states
+            self.values[:count, :, cache.start : stop] = value_states
+            return self.keys[:count, :, :stop], self.values[:count, :, :stop]
         rows, slots = cache.scatter  # (batch, 1), (batch, new_tokens)
         keys, values = self.keys[cache.rows], self.values[cache.rows]
         keys[rows, :, slots] = key_states.transpose(1, 2)
@@ -77,7 +77,7 @@ class SlotCache(Cache):
     """Slots for `slots` tokens of each of `batch` sequences in each of `layers` layers.
 
     Set the placement before each pass: ``place(start, stop)`` writes consecutive slots of the
-    first sequence and shows slots up to the last written;
+    first sequences, as many as are passed, and shows slots up to the last written;
     ``place_ragged(rows, positions, visible)`` writes slot ``positions[b, i]`` of sequence
     ``first + b`` and shows the first ``visible`` slots, leaving the rest to the mask.  The
     ragged form has fixed shapes, so a CUDA graph can capture it.
@@ -96,7 +96,7 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
 
     def place(self, start: int, stop: int) -> None:
-        """Let the next pass write the slots from start up to stop of the first sequence.
+        """Let the next pass write the slots from start up to stop of the first sequences.
 
         Raises DraftsimError if `stop` is beyond the last slot.
         """

@@ -89,6 +89,8 @@ class SourceDecoder(Emitting, ABC):
     """True if it decodes sampled outputs."""
     recorded_sampled: ClassVar[bool] = False
     """True if it is recorded along sampled outputs, too."""
+    recorder: ClassVar[Any]
+    """Makes its `SourceRecorder` of the target, the trace, its module and `RecordOptions`."""
     cells: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(model, phase) of the cells of the latency table that only its module has."""
 
@@ -103,11 +105,6 @@ class SourceDecoder(Emitting, ABC):
     def room(cls, source: Any, modules: Modules) -> int:
         """Return the cache slots that decoding needs besides the text."""
         return ROOM
-
-    @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        """Return what records it along outputs of the model `target`."""
-        raise NotImplementedError
 
     @classmethod
     def asked(cls, how: RecordOptions, source: Any, gamma: int) -> RecordOptions:

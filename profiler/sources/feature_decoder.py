@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from profiler.models.stack import LayerRunner
 from profiler.sources.exits import ROOM, Begin, Modules, SourceDecoder, digest
 from profiler.sources.latency import LayerRounds, drafter_rounds, tree_rounds
 from profiler.sources.start_record import (
-    CHUNK,
     LAYERS,
     TOPK,
     FeatureRecorder,
@@ -37,14 +36,12 @@ from profiler.sources.start_record import (
     MasksRecorder,
     RecordOptions,
     SkipRecorder,
-    SourceRecorder,
     TreeRecorder,
     default_skip,
     head_logits,
     kept_layers,
     mask_logits,
 )
-from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, HEAD, LAYER, ONE_PASS, PASS, TREE
 from traces.replay.decoder import RecordedToken
@@ -60,6 +57,7 @@ class OnFeaturesDecoder(SourceDecoder):
     """The real side of a source whose drafter reads the target's features."""
 
     takes_verified = True
+    recorder: ClassVar[Any] = FeatureRecorder
     recorded_sampled = True
 
     @classmethod
@@ -89,12 +87,6 @@ class OnFeaturesDecoder(SourceDecoder):
                 f"{Parallel.name if drafter.one_pass else Eagle.name}:model={source.model}"
             )
         return drafter
-
-    @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        chance = torch.Generator(target.device).manual_seed(how.seed)
-        runner = LayerRunner(target, trace.longest)
-        return FeatureRecorder(runner, module, trace.longest, how.offsets, trace.sampling, chance)
 
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
@@ -215,6 +207,7 @@ class TreeDecoder(OnFeaturesDecoder):
     ``target`` has room for the source's `budget` besides the text.
     """
 
+    recorder = TreeRecorder
     recorded_sampled = False
 
     @classmethod
@@ -226,10 +219,6 @@ class TreeDecoder(OnFeaturesDecoder):
         """Return the drafter with the shape of its trees."""
         drafter = super().loaded(drafter, source)
         return GrownTrees(drafter, source.topk or TOPK, source.depth or LAYERS, source.budget)
-
-    @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        return TreeRecorder(LayerRunner(target, trace.longest), module, trace.longest)
 
     @classmethod
     def fits(cls, found: Any, module: Any, how: RecordOptions) -> bool:
@@ -340,9 +329,7 @@ class LookupDecoder(SourceDecoder):
 class HeadsDecoder(SourceDecoder):
     """Drafts with parallel heads, of which the first `HeadsSource.k` (None: all) are used."""
 
-    @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        return HeadsRecorder(LayerRunner(target, trace.longest), module)
+    recorder = HeadsRecorder
 
     @torch.inference_mode()
     def __init__(
@@ -379,14 +366,12 @@ class HeadsDecoder(SourceDecoder):
 class SpaceDecoder(SourceDecoder):
     """Verifies the draft and drafts after every candidate in the same pass (SPACE)."""
 
+    recorder = MasksRecorder
+
     @classmethod
     def room(cls, source: Any, modules: Modules) -> int:
         """Return room for the masks after every drafted token."""
         return ROOM * (1 + int(cls.module(modules, source).k))
-
-    @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        return MasksRecorder(LayerRunner(target, trace.longest + CHUNK * module.k), module)
 
     @torch.inference_mode()
     def __init__(
@@ -432,14 +417,11 @@ class LayerSkipDecoder(SourceDecoder):
     verification, which runs every layer.
     """
 
+    recorder = SkipRecorder
+
     @classmethod
     def module(cls, modules: Modules, source: Source) -> None:
         """Return None: there is nothing to train."""
-
-    @classmethod
-    def recorder(cls, target: Any, trace: Trace, module: Any, how: RecordOptions) -> SourceRecorder:
-        runner = LayerRunner(target, trace.longest + CHUNK * how.offsets)
-        return SkipRecorder(runner, None if how.skip is None else list(how.skip), how.offsets)
 
     @classmethod
     def asked(cls, how: RecordOptions, source: Any, gamma: int) -> RecordOptions:

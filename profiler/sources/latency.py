@@ -18,8 +18,8 @@ from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
 from profiler.sources.start_record import BUDGET, GrownTrees, head_logits
 from traces.acceptance.trace import Trace
-from traces.sources.base import eos_of, prompt_tokens, true_tokens
-from traces.sources.lookups.sources import LookupSource, served_before
+from traces.sources.base import eos_of
+from traces.sources.lookups.sources import LookupSource, served_before, served_in
 from traces.sources.lookups.text import searching
 from traces.sources.starts.trees import candidates
 
@@ -85,13 +85,10 @@ def drafter_rounds(
     features = torch.zeros(
         batch, longest, drafter.feature_width, dtype=target.model.dtype, device=target.device
     )
-    one = isinstance(target, LayerRunner)
     own = drafter.fuse(features[:, :1])
 
     def states(width: int, context: int, fused: torch.Tensor, module: int = 0) -> torch.Tensor:
-        if one:
-            return runner.run(tokens[0, :width], fused[0], context, module=module)[0][None]
-        return runner.run_batch(tokens[:, :width], fused, context, module=module)[0]
+        return runner.run(tokens[:, :width], fused, context, module=module)[0]
 
     def draft(width: int, context: int, fused: torch.Tensor | None = None) -> Step:
         read = max(1, width - most + 1)  # the others are masks, which have no features
@@ -320,8 +317,6 @@ def pass_rounds(
 def lookup_step(trace: Trace, source: LookupSource) -> Step:
     """Return one round's work of a lookup on the longest request: take in tokens and propose."""
     longest = max(range(len(trace.requests)), key=lambda i: trace.requests[i].tokens)
-    starts, output = trace.request_starts, true_tokens(trace)
-    prompt = prompt_tokens(trace, longest)
-    said = output[int(starts[longest]) : int(starts[longest + 1])]
+    prompt, said = served_in(trace, longest)
     lookup = source.lookup(eos_of(trace), lambda: served_before(trace, longest))
     return Step(source.name, "forward", 1, 0, searching(lookup, prompt + said))

@@ -158,7 +158,7 @@ class SourceLatency:
                 self._sweeps.step()
 
     def cells(self) -> pd.DataFrame:
-        """Return the sweeps so far; columns as in `traces.latency.schema.CELL_COLUMNS`."""
+        """Return the sweeps so far; columns as in `traces.latency.table.CELL_COLUMNS`."""
         cells = without_verifications(self._sweeps.cells())
         layers = cells["phase"] == "layer"
         ran = cells["new_tokens"].where(cells["new_tokens"] == 1, self._layers - self._depth)

@@ -225,8 +225,8 @@ class StartRecorder(SourceRecorder):
 class HeadsRecorder(StartRecorder):
     """Parallel heads, all starts in one teacher-forced pass."""
 
-    def __init__(self, target: LayerRunner, heads: ParallelHeads) -> None:
-        super().__init__(target)
+    def __init__(self, target: Any, trace: Trace, heads: ParallelHeads, how: RecordOptions) -> None:
+        super().__init__(LayerRunner(target, trace.longest))
         self.heads, self.offsets = heads, heads.k
 
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
@@ -239,8 +239,10 @@ class HeadsRecorder(StartRecorder):
 class MasksRecorder(StartRecorder):
     """SPACE's mask tokens, some starts a pass."""
 
-    def __init__(self, target: LayerRunner, masks: MaskEmbeddings) -> None:
-        super().__init__(target)
+    def __init__(
+        self, target: Any, trace: Trace, masks: MaskEmbeddings, how: RecordOptions
+    ) -> None:
+        super().__init__(LayerRunner(target, trace.longest + CHUNK * masks.k))
         self.masks, self.offsets = masks, masks.k
 
     def meta(self) -> dict[str, Any]:
@@ -266,12 +268,11 @@ class SkipRecorder(StartRecorder):
     before its start and to its own inexact ones.
     """
 
-    def __init__(
-        self, target: LayerRunner, skip: list[int] | None = None, offsets: int = 8
-    ) -> None:
-        super().__init__(target)
-        self.skip = default_skip(target.layers) if skip is None else list(skip)
-        self.kept, self.offsets = kept_layers(target.layers, self.skip), offsets
+    def __init__(self, target: Any, trace: Trace, module: None, how: RecordOptions) -> None:
+        runner = LayerRunner(target, trace.longest + CHUNK * how.offsets)
+        super().__init__(runner)
+        self.skip = default_skip(runner.layers) if how.skip is None else list(how.skip)
+        self.kept, self.offsets = kept_layers(runner.layers, self.skip), how.offsets
 
     def meta(self) -> dict[str, Any]:
         return {"skip": self.skip, "layers": len(self.kept)}
@@ -315,20 +316,17 @@ class FeatureRecorder(StartRecorder):
 
     One pass of the target gives the features, one of the drafter its keys and values of the
     true path; from then on each chain attends to the path before its start and to its own.
-
-    ``longest``: tokens of the longest path; ``offsets``: of a draft, unless modules in turn
-    limit it; ``sampling`` and ``generator``: of outputs and drafts that were drawn.
+    Modules in turn limit its length.
     """
 
     def __init__(
-        self, target: LayerRunner, drafter: FeatureDrafter, longest: int, offsets: int = 8,
-        sampling: Sampling = GREEDY, generator: torch.Generator | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(target, sampling)
-        self._generator = generator
+        self, target: Any, trace: Trace, drafter: FeatureDrafter, how: RecordOptions
+    ) -> None:
+        super().__init__(LayerRunner(target, trace.longest), trace.sampling)
+        self._generator = torch.Generator(target.device).manual_seed(how.seed)
         modules = drafter.modules_in_turn
-        self.drafter, self.offsets = drafter, modules if modules > 1 else offsets
-        self._runner = DrafterRunner(drafter, longest + CHUNK * self.offsets)
+        self.drafter, self.offsets = drafter, modules if modules > 1 else how.offsets
+        self._runner = DrafterRunner(drafter, trace.longest + CHUNK * self.offsets)
 
     def meta(self) -> dict[str, Any]:
         return {"kind": self.drafter.kind, "modules": self.drafter.modules_in_turn}
@@ -453,18 +451,14 @@ class GrownTrees:
 
 
 class TreeRecorder(SourceRecorder):
-    """Trees from every start, as the real decoder grows them.
+    """Trees from every start, as the real decoder grows them."""
 
-    ``longest``: tokens of the longest path.
-    """
-
-    def __init__(self, target: LayerRunner, grown: GrownTrees, longest: int) -> None:
-        super().__init__(target)
+    def __init__(self, target: Any, trace: Trace, grown: GrownTrees, how: RecordOptions) -> None:
+        super().__init__(LayerRunner(target, trace.longest))
         check_tree(grown.drafter.modules_in_turn)
         self.drafter, self.topk, self.layers = grown.drafter, grown.topk, grown.layers
-        self._runner = DrafterRunner(
-            self.drafter, longest + TREE_CHUNK * self.topk * (self.layers - 1)
-        )
+        slots = trace.longest + TREE_CHUNK * self.topk * (self.layers - 1)
+        self._runner = DrafterRunner(self.drafter, slots)
 
     @torch.inference_mode()
     def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:

@@ -31,8 +31,7 @@ from profiler.models.stack import LayerRunner
 from profiler.suite import COMPILED, EAGER, GRAPH
 from profiler.suite.environment import Workplace, reason
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 
 WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)
 SINGLE, BATCHED, WANTED = range(3)
@@ -46,7 +45,7 @@ GAMMA, TOKENS, PROMPT = 4, 12, 64
 """The rounds whose kernels are traced: drafted tokens, and the run that they are from."""
 
 Found = tuple[list[list[Any]], list[dict[str, Any]]]
-"""Rows of `traces.latency.schema.CELL_COLUMNS`, and what is held out."""
+"""Rows of `traces.latency.table.CELL_COLUMNS`, and what is held out."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +290,7 @@ class PairMeasurement:
 
 
 def rows_of(cells: pd.DataFrame) -> list[list[Any]]:
-    """Return cells as rows of `traces.latency.schema.CELL_COLUMNS`."""
+    """Return cells as rows of `traces.latency.table.CELL_COLUMNS`."""
     rows: list[list[Any]] = cells[list(CELL_COLUMNS)].astype(object).to_numpy().tolist()
     return rows
 

@@ -26,8 +26,7 @@ from simulator.aggregate.server import ServerFit, ServerRun
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.importers.metrics import SELDOM
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import ANY_CONTEXT, LatencyTable
+from traces.latency.table import ANY_CONTEXT, CELL_COLUMNS, LatencyTable
 from traces.store.text import csv_rows, decimal, json_lines, label, read_text
 
 if TYPE_CHECKING:

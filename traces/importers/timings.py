@@ -16,8 +16,7 @@ from traces.acceptance.trace import MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import only_file, read_json_rows
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.store.text import MOST_SECONDS, csv_rows, decimal, digits, label, read_text, whole
 
 NEEDED = ("model", "new_tokens", "context", "seconds")
@@ -27,7 +26,7 @@ DEFAULTS = {"phase": "forward", "batch": "1", "spread_s": "0", "repeats": "1"}
 class Latency(Importer):
     """Latencies as CSV.
 
-    Columns ``model`` (target, draft), ``phase`` (`traces.latency.schema.PHASES`; default forward),
+    Columns ``model`` (target, draft), ``phase`` (`traces.latency.table.PHASES`; default forward),
     ``batch`` (1), ``new_tokens``, ``context`` and ``seconds``; ``spread_s`` and ``repeats`` are
     optional.  A format of ours.
     """

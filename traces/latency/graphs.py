@@ -13,8 +13,8 @@ import pandas as pd
 from policies.arrays import Floats
 from policies.batch.confidence import CAPTURED
 from traces.errors import DraftsimError
-from traces.latency.schema import cells_of, combined
-from traces.latency.table import EXTRAPOLATED, LatencyTable
+from traces.latency.interpolate import EXTRAPOLATED
+from traces.latency.table import LatencyTable, cells_of, combined
 
 MODES = ("FULL", "PIECEWISE", "NONE")
 WIDEST = 64

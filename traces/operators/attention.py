@@ -23,7 +23,7 @@ import pandas as pd
 
 from policies.arrays import Floats
 from traces.latency.interpolate import non_negative
-from traces.latency.schema import combined
+from traces.latency.table import combined
 from traces.operators.devices import Device
 from traces.operators.shapes import ARCHITECTURES, BYTES, Architecture
 from traces.operators.table import OperatorTable

@@ -36,8 +36,7 @@ from policies.arrays import Floats
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
 from traces.latency.interpolate import non_negative
-from traces.latency.schema import cells_of, combined
-from traces.latency.table import LatencyTable
+from traces.latency.table import LatencyTable, cells_of, combined
 from traces.operators.attention import AttentionOperators, heads_of
 from traces.operators.dense import ASSUMED, CORRECTED, MEASURED, DenseOperators
 from traces.operators.devices import Device, find_device

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from traces.errors import DraftsimError
-from traces.latency.schema import typed
+from traces.latency.table import typed
 
 OPERATOR_COLUMNS: dict[str, tuple[str, str]] = {
     "device": ("str", "the GPU, a name of `draftsim list --devices`"),

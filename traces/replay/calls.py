@@ -12,7 +12,7 @@ speculates (`passes_always`); plain decoding, of an engine without a drafter, is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -96,16 +96,6 @@ class CallCounter:
         if count:
             key = (verify, kind, new_tokens)
             self._open[key] = self._open.get(key, 0) + count
-
-    def add_all(self, counted: Mapping[CallKey, int]) -> None:
-        """Count what another counter counted in its `open` round."""
-        for key, count in counted.items():
-            self._open[key] = self._open.get(key, 0) + count
-
-    @property
-    def open(self) -> Mapping[CallKey, int]:
-        """Return the calls counted since the last round ended."""
-        return dict(self._open)
 
     def end_round(self) -> None:
         """Close the round: what is counted from now on belongs to the next."""

@@ -89,11 +89,14 @@ class ReplayDecoder:
         if row >= self._row_limit[start]:
             if self._trace.drafts_end:
                 return None
+            longest = self._trace.max_gamma
+            recorded = f"past the recorded tail (max_gamma={longest})"
+            more = "with a larger --max-gamma"
+            if self._trace.by_start:
+                recorded, more = f"and {longest} were recorded", "longer drafts"
             raise TailError(
                 f"the policy drafted {len(so_far) + 1} tokens at position {self.position} of "
-                f"request {self._info.id!r}, past the recorded tail "
-                f"(max_gamma={self._trace.max_gamma}): lower its maximum, "
-                "or record with a larger --max-gamma"
+                f"request {self._info.id!r}, {recorded}: lower its maximum, or record {more}"
             )
         return self._tokens.known[row] or self._tokens.make(row)
 

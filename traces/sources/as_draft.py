@@ -20,8 +20,7 @@ import pandas as pd
 from policies.arrays import Ints
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.calls import drafting_always, passes_always
 from traces.sources.base import Source, leading_right, true_tokens
 from traces.sources.recording import Recordings

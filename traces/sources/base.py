@@ -15,7 +15,7 @@ from policies.spec import Checked
 from traces.acceptance.trace import Trace, once_per_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import CallCounter
+from traces.replay.calls import CallCounter, pack_calls
 from traces.replay.decoder import RecordedToken
 from traces.replay.rounds import Fidelity
 from traces.sources.recording import Recordings, SourceRecording
@@ -44,11 +44,10 @@ class Source(Checked):
     """Command that records it and measures its latencies, for messages."""
     runs_layers: ClassVar[bool] = False
     """True if its rounds run single layers of the target."""
+    sampled: ClassVar[bool] = False
+    """True if it can be replayed along sampled outputs."""
     model: str | None = None
     """The folder or name of the drafter that it was given; None if it has none, or any."""
-    replays: ClassVar[type[Any]]
-    """The `SourceReplay` of a recorded source: made of the trace, a request's index, the recording,
-    the position that decoding begins at, and the source."""
 
     @property
     def key(self) -> str:
@@ -137,12 +136,19 @@ class Source(Checked):
 
         Raises DraftsimError naming the remedy where what it needs was not recorded.
         """
-        recording = self.recording(recordings)
-        recording.check_follows(self.recorded(recordings), trace, first)
-        return lambda request: self.replays(trace, request, recording, first, self)
+        raise NotImplementedError
+
+    def counted_in(self, rounds: Rounds, noted: Sequence[Any]) -> Rounds:
+        """Return the calls of `rounds`, given what each request's decoder `noted`."""
+        return pack_calls(noted)
+
+    def check(self, trace: Trace, recordings: Recordings, first: int) -> None:
+        """Raise DraftsimError naming the remedy where what it needs was not recorded."""
+        self.open(trace, recordings, first)(0)
 
 
-ReplayedRounds = tuple[npt.NDArray[np.void], npt.NDArray[np.void]]
+Rounds = npt.NDArray[np.void]
+ReplayedRounds = tuple[Rounds, Rounds]
 """Rounds, and the calls that they ran."""
 
 
@@ -152,30 +158,30 @@ class SourceReplay(ABC):
     Only the target's own output is taken from the trace.  ``first`` is the output position
     decoding begins at.
 
-    A class may define methods that spare the loop for policies with a plan (`policies.vectorised`).
-    They count for the class that defines them, not for its subclasses::
+    A class may define a method that spares the loop for policies with a plan
+    (`policies.vectorised`).  It counts for the class that defines it, not for its subclasses::
 
         def at_once(self, trace, plan, first, chosen) -> ReplayedRounds | None
-        def chained(self, log) -> list[Counted] | None
 
-    The first returns the rounds of the requests `chosen`, ascending, and their calls; None leaves
-    them to the loop.  The second is for a `StartSource` whose draft from a start is one chain:
-    the calls of the rounds in `log`, besides passes of a drafter.
+    It returns the rounds of the requests `chosen`, ascending, and their calls; None leaves them to
+    the loop.
     """
 
-    sampled: ClassVar[bool] = False
-    """True if it can follow sampled outputs."""
-
-    def __init__(self, trace: Trace, request: int, first: int) -> None:
+    def __init__(self, trace: Trace, request: int, first: int, sampled: bool = False) -> None:
         self.info = trace.requests[request]
         starts = trace.request_starts
-        true = true_tokens(trace, sampled=self.sampled)
+        true = true_tokens(trace, sampled=sampled)
         self.output = true[int(starts[request]) : int(starts[request + 1])]
         self.eos = eos_of(trace)
         self.length = len(self.output)
         self.limit = self.info.max_new_tokens
         self.position = min(first, self.length)
         self.calls = CallCounter()
+
+    @property
+    def noted(self) -> Any:
+        """What tells the calls of its rounds (`Source.counted_in`)."""
+        return self.calls.rounds
 
     @property
     def remaining(self) -> int:
@@ -254,13 +260,23 @@ def leading(tokens: Iterable[int], true: Iterable[int]) -> int:
 def leading_right(drafts: npt.ArrayLike, true: npt.ArrayLike, ends: npt.ArrayLike) -> Ints:
     """Return the leading right tokens of the draft from every output position, shape (positions,).
 
-    ``drafts`` (positions, offsets); ``true`` (positions,) are the output tokens of all requests;
-    ``ends`` (positions,) is one past the last position of each one's request.
+    ``drafts`` (positions, offsets); the others as in `tokens_ahead`.
     """
-    drafts, true = np.asarray(drafts), np.asarray(true)
-    at = np.arange(len(true))[:, None] + np.arange(drafts.shape[1])
-    right = (at < np.asarray(ends)[:, None]) & (drafts == true.take(at, mode="clip"))
+    drafts = np.asarray(drafts)
+    wanted = tokens_ahead(true, ends, drafts.shape[1])
+    right = (wanted >= 0) & (drafts == wanted)
     return np.asarray(np.cumprod(right, axis=1).sum(axis=1), dtype=np.int64)
+
+
+def tokens_ahead(true: npt.ArrayLike, ends: npt.ArrayLike, count: int) -> Ints:
+    """Return the next `count` output tokens from every position; -1 after a request's last.
+
+    ``true`` (positions,) are the output tokens of all requests; ``ends`` (positions,) is one past
+    the last position of each one's request.  The shape is (positions, count).
+    """
+    true = np.asarray(true, dtype=np.int64)
+    at = np.arange(len(true))[:, None] + np.arange(count)
+    return np.where(at < np.asarray(ends)[:, None], true.take(at, mode="clip"), -1)
 
 
 def prompt_tokens(trace: Trace, request: int) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints, next_true, ranges
 from policies.spec import describe_spec, flag, parameter, ratio, whole, within
@@ -19,10 +20,8 @@ from traces.replay.calls import (
     EXIT_HEAD,
     HEAD,
     LAYER,
-    CallCounter,
-    CallKey,
     Counted,
-    LayerCounter,
+    pack_calls,
     pack_counted,
 )
 from traces.replay.decoder import RecordedToken
@@ -31,28 +30,24 @@ from traces.replay.rounds import Fidelity
 from traces.sources.base import (
     DRAFTER_SIGNALS,
     ReplayedRounds,
+    Rounds,
     Source,
     SourceReplay,
     eos_of,
     true_tokens,
 )
 from traces.sources.exit_recording import ExitRecording, ExitSetting, depth_layers, usable_exits
-from traces.sources.recording import DRAWN, LOGITS, Recordings, read_columns
+from traces.sources.recording import DRAWN, LOGITS, Recordings, SourceRecording, read_columns
 
 READ = ("prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob")
 """Signals in the order of `traces.sources.recording.read_columns`."""
 
 
-ExitStep = tuple[RecordedToken | None, int, int]
-"""The token at a node, the exit heads asked for it, and the layers run."""
-
-
 class ChosenExits:
-    """One setting laid out over a recording; a step is made when first taken."""
+    """The exits that one setting takes over a recording."""
 
     def __init__(self, trace: Trace, recording: ExitRecording, source: EarlyExit) -> None:
-        self.recording, self.source = recording, source
-        self._raw_unknown = not recording.sampling.plain and DRAWN[1] not in recording.arrays
+        self.recording, self.source, self._trace = recording, source, trace
         self.eos = eos_of(trace)
         at = recording.choices(source.tau, source.omega, source.depth, source.layers)
         deepest = depth_layers(source.depth, recording.layers)
@@ -62,98 +57,54 @@ class ChosenExits:
         """Exit heads asked at each node, the accepted one included."""
         self.depths: Ints = np.where(at < 0, deepest, np.array(recording.exit_layers)[at])
         """Layers run for the token of each node."""
-        self._steps: list[ExitStep | None] = [None] * len(self.choices)
-        self._calls: dict[tuple[int, ...], Mapping[CallKey, int]] = {}
         true = np.asarray(true_tokens(trace, sampled=True))
         path = np.arange(recording.request_starts[-1])
         exited = self.choices[path]
         self.right = (exited >= 0) & (recording["argmax"][path, exited] == true)
         """True for each position on the path at which the exit's token is the target's."""
 
-    def step(self, node: int) -> ExitStep:
-        """Return the step at a node."""
-        if (step := self._steps[node]) is None:
-            token = self._token(node) if self.choices[node] >= 0 else None
-            step = self._steps[node] = token, int(self.heads[node]), int(self.depths[node])
-        return step
-
-    def calls(self, depths: list[int], positions: int) -> Mapping[CallKey, int]:
-        """Return the calls of a round that drafted down to these layers, then verified."""
-        key = positions, *depths
-        # There are few layers to exit at: most rounds are like one before.
-        if key not in self._calls:
-            counter = CallCounter()
-            layers = LayerCounter(self.recording.layers, counter)
-            for depth in depths:
-                layers.enter()
-                layers.deepen(depth)
-            layers.finish(positions)
-            self._calls[key] = counter.open
-        return self._calls[key]
-
-    def _token(self, node: int) -> RecordedToken:
-        where, record = (node, self.choices[node]), self.recording
-        token = int(record["argmax"][where])
-        signals = record.columns[where].tolist()  # in the order of a token's fields
-        if self._raw_unknown:
-            signals[-1] = None
-        return RecordedToken(token, token in self.eos, *signals)
+    @cached_property
+    def places(self) -> ExitPlaces:
+        """All that was recorded, for policies that are asked before every token."""
+        return ExitPlaces(self._trace, self, UNBOUNDED)
 
 
 class EarlyExitReplay(SourceReplay):
     """One recorded request, drafted by early exit of its target."""
 
-    sampled: ClassVar[bool] = True
-
     def __init__(self, trace: Trace, request: int, exits: ChosenExits, first: int) -> None:
-        super().__init__(trace, request, first)
+        super().__init__(trace, request, first, sampled=True)
         self.exits = exits
-        self._path = exits.recording.request_starts[request]
-        self._depths: list[int] = []
-        """Layers that the round's drafts reached."""
-        self._node = 0
-        self._on_path = True
+        self._begin = exits.recording.request_starts[request]
+        # Tokens run up to their exits, or the depth bound.
+        self._asked, self._asked_by_round = 0, list[int]()
+
+    @property
+    def noted(self) -> tuple[ChosenExits, int, list[int]]:
+        """The exits, where the request begins among all outputs, and what was asked by round."""
+        return self.exits, self._begin, self._asked_by_round
 
     def run_length(self) -> int:
         """Return the number of positions from here whose exit is right."""
-        at, end = self._path + self.position, self._path + self.length
-        wrong = np.flatnonzero(~self.exits.right[at:end])
-        return int(wrong[0]) if len(wrong) else end - at
+        return int(self.exits.places.runs[self._begin + self.position])
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
         """Run the last token up to its exit; None if it reaches the depth bound."""
-        token, heads, depth = self._step(so_far)
-        self._depths.append(depth)
-        self.calls.add(EXIT_HEAD, 1, heads)
-        return token
-
-    def _step(self, so_far: Sequence[Any]) -> ExitStep:
-        """Return the step after the last token drafted."""
-        if not so_far:
-            self._node, self._on_path = self._path + self.position, True
-        elif self._on_path and so_far[-1].token_id == self.output[self.position + len(so_far) - 1]:
-            self._node += 1
-        else:
-            child = self.exits.recording.children.get((self._node, so_far[-1].token_id))
-            self._node = self._unrecorded(len(so_far)) if child is None else child
-            self._on_path = False
-        return self.exits.step(self._node)
-
-    def _unrecorded(self, drafted: int) -> int:
-        """Return the node to go on from if none was recorded after a wrong exit."""
-        if self.exits.source.stands_in:
-            return self._path + min(self.position + drafted, self.length - 1)
-        raise TailError(
-            f"early exit drafted {drafted + 1} tokens at position {self.position} of request "
-            f"{self.info.id!r}, past what was recorded after its wrong exit: draft fewer, or "
-            "record this setting with a larger gamma_max"
-        )
+        places, start, drafted = self.exits.places, self._begin + self.position, len(so_far)
+        if drafted >= places.recorded[start]:
+            raise TailError(
+                f"early exit drafted {drafted + 1} tokens at position {self.position} of request "
+                f"{self.info.id!r}, past what was recorded after its wrong exit: draft fewer, or "
+                "record this setting with a larger gamma_max"
+            )
+        self._asked = drafted + 1
+        return places.token(int(places.rows[start]) + drafted)
 
     def charge(self, submitted: int) -> int:
-        """Charge the layers that the processed positions still lack."""
-        positions = verified(len(self._depths), submitted, self.exits.source.bonus)
-        self.calls.add_all(self.exits.calls(self._depths, positions))
-        self._depths.clear()
+        """Note what was asked; the calls follow from it (`ExitPlaces.calls`)."""
+        positions = verified(self._asked, submitted, self.exits.source.bonus)
+        self._asked_by_round.append(self._asked)
+        self._asked = 0
         return positions
 
     def at_once(
@@ -178,18 +129,7 @@ class EarlyExitReplay(SourceReplay):
         start, rounds = lockstep.of(chosen, forwards, sent, accepted, positions)
         if (asked[start] > lockstep.recorded[start]).any():
             return None
-        passed: Ints = asked[start].astype(np.int64)
-        steps = ExitSteps(passed, places.node[ranges(passed, places.rows[start])])
-        calls = layer_calls(exits, steps, positions[start].astype(np.int64))
-        refused, missed = (accepted < sent)[start], (sent[start] + 1) - passed
-        waiting = np.where(refused, 0, np.maximum(missed, 0))
-        calls.append(self.drafted(steps, carried(lockstep.enters[start], passed, waiting, 0)))
-        return rounds, pack_counted(calls)
-
-    def drafted(self, steps: ExitSteps, waiting: npt.NDArray[np.integer]) -> Counted:
-        """Return the exit heads' calls; ``waiting``, (rounds,), were only verified."""
-        many = self.exits.heads[steps.node]
-        return Counted(False, EXIT_HEAD, steps.round, np.ones_like(many), many)
+        return rounds, places.calls(start, asked[start].astype(np.int64), rounds)
 
 
 @dataclass(eq=False)
@@ -227,7 +167,7 @@ class EarlyExit(Source):
     signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS
     recorded_as = ExitRecording
     runs_layers = True
-    replays = EarlyExitReplay
+    sampled = True
     stands_in: ClassVar[bool] = False
     """True if drafts go on along the true text where nothing was recorded after a wrong exit."""
 
@@ -247,8 +187,7 @@ class EarlyExit(Source):
     def held(self, recordings: Recordings) -> frozenset[str]:
         """Return all signals, but for a draw's raw probability where it was not recorded."""
         exits = recordings.get(self.key)
-        lacks = exits is not None and not exits.sampling.plain and DRAWN[1] not in exits.arrays
-        return self.signals - {"raw_prob"} if lacks else self.signals
+        return self.signals - ({"raw_prob"} if exits is not None and lacks_raw(exits) else set())
 
     def setting(self, gamma_max: int) -> ExitSetting:
         """Return the setting that a recording of drafts up to `gamma_max` must have followed."""
@@ -262,7 +201,24 @@ class EarlyExit(Source):
         recording = self.recording(recordings)
         recording.check_follows(self.key, trace, first)
         exits = ChosenExits(trace, recording, self)
-        return lambda request: self.replays(trace, request, exits, first)
+        return lambda request: EarlyExitReplay(trace, request, exits, first)
+
+    def counted_in(self, rounds: Rounds, noted: Sequence[Any]) -> Rounds:
+        """Return the calls of all rounds, given what was asked in them."""
+        if not len(rounds):
+            return pack_calls([])
+        exits, begin, asked = zip(*noted, strict=True)
+        start = np.repeat(begin, [*map(len, asked)]) + rounds["position"]
+        places: ExitPlaces = exits[0].places
+        return places.calls(start, np.array([*chain(*asked)], dtype=np.int64), rounds)
+
+    def drafted(self, exits: ChosenExits, steps: ExitSteps, waiting: Ints) -> Counted:
+        """Return the calls of what drafts: the exit heads.
+
+        ``waiting``, (rounds,), are positions that the drafting of the rounds before left out.
+        """
+        many = exits.heads[steps.node]
+        return Counted(False, EXIT_HEAD, steps.round, np.ones_like(many), many)
 
     def longest(self, trace: Trace, recordings: Recordings) -> int:
         """Return the longest draft that was followed after wrong exits under its setting.
@@ -380,7 +336,7 @@ class ExitPlaces(Places):
         self.runs = last - index + right[last]
         self.run_lengths = np.minimum(self.runs, self.left)
         self.open_ended = np.zeros(len(index), dtype=bool)
-        self._columns: Floats | None = None
+        self._tokens: dict[int, RecordedToken | None] = {}
 
     def _ends(self, node: Ints) -> Bools:
         """Return True for each node at which a draft ends with what is asked for."""
@@ -409,51 +365,47 @@ class ExitPlaces(Places):
             owner, node = owner[~over], node[~over]
         return owners, nodes
 
+    @cached_property
+    def columns(self) -> Floats:
+        """(rows, 6): what policies read of each token, by `READ`."""
+        record = self.exits.recording
+        where = self.node, self.exits.choices[self.node]
+        rows = {n: record[n][where] for n in (*LOGITS, *DRAWN) if n in record.arrays}
+        columns = read_columns(rows, *map(rows.get, DRAWN))
+        columns[self.vain] = np.nan
+        return columns
+
     def read(self, name: str) -> Floats:
-        if self._columns is None:
-            record = self.exits.recording
-            where = self.node, self.exits.choices[self.node]
-            rows = {n: record[n][where] for n in (*LOGITS, *DRAWN) if n in record.arrays}
-            self._columns = read_columns(rows, *map(rows.get, DRAWN))
-            self._columns[self.vain] = np.nan
-        return self._columns[:, READ.index(name)]
+        return self.columns[:, READ.index(name)]
+
+    def token(self, row: int) -> RecordedToken | None:
+        """Return the token of a row; None if it is `vain`."""
+        if row not in self._tokens:
+            record, node = self.exits.recording, self.node[row]
+            token = int(record["argmax"][node, self.exits.choices[node]])
+            # In the order of a token's fields.
+            read: list[float | None] = self.columns[row].tolist()
+            if lacks_raw(record):
+                read[-1] = None
+            made = RecordedToken(token, token in self.exits.eos, *read)
+            self._tokens[row] = None if self.vain[row] else made
+        return self._tokens[row]
+
+    def calls(self, start: Ints, asked: Ints, rounds: Rounds) -> Rounds:
+        """Return the calls of rounds that began at `start` and ran `asked` tokens, (rounds,)."""
+        source, sent = self.exits.source, rounds["drafted"].astype(np.int64)
+        positions = sent + 1 if source.bonus else np.minimum(np.maximum(asked, 1), sent + 1)
+        steps = ExitSteps(asked, self.node[ranges(asked, self.rows[start])])
+        left = np.where(rounds["accepted"] < sent, 0, np.maximum(sent + 1 - asked, 0))
+        begins = np.diff(rounds["request"], prepend=-1) != 0
+        waiting = carried(begins, asked, left, 0).astype(np.int64)
+        drafted = source.drafted(self.exits, steps, waiting)
+        return pack_counted([*layer_calls(self.exits, steps, positions), drafted])
 
 
-class KangarooReplay(EarlyExitReplay):
-    """One recorded request, drafted by the adapter."""
-
-    def __init__(self, trace: Trace, request: int, exits: ChosenExits, first: int) -> None:
-        super().__init__(trace, request, exits, first)
-        self._pending = 0  # positions whose exit states the adapter has not taken in
-
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return the adapter's proposal after the last token."""
-        token, _, depth = self._step(so_far)
-        self._depths.append(depth)
-        self.calls.add(ADAPTER, self._pending + 1)
-        self._pending = 0
-        return token
-
-    def charge(self, submitted: int) -> int:
-        """Charge the layers that the processed positions still lack."""
-        entered = len(self._depths)
-        positions = super().charge(submitted)
-        self._pending += max(0, positions - entered)
-        return positions
-
-    def verify(self, draft: Sequence[Any]) -> int:
-        """Verify as any source does; what was refused leaves nothing for the adapter to take in."""
-        accepted = super().verify(draft)
-        if accepted < len(draft):
-            self._pending = 0
-        return accepted
-
-    at_once = EarlyExitReplay.at_once
-
-    def drafted(self, steps: ExitSteps, waiting: npt.NDArray[np.integer]) -> Counted:
-        """Return the adapter's passes: the first of a round takes in what is `waiting`."""
-        width = np.where(steps.offset == 0, waiting[steps.round] + 1, 1)
-        return Counted(False, ADAPTER, steps.round, width, np.ones_like(width))
+def lacks_raw(recording: SourceRecording) -> bool:
+    """Return True if a draw's raw probability was not recorded."""
+    return not recording.sampling.plain and DRAWN[1] not in recording.arrays
 
 
 class Kangaroo(EarlyExit):
@@ -467,8 +419,12 @@ class Kangaroo(EarlyExit):
     """
 
     name = "kangaroo"
-    replays = KangarooReplay
     what = "Kangaroo's adapter after a shallow exit of the target; exact"
 
     def __init__(self) -> None:
         super().__init__(tau=0, omega=0, depth=1, bonus=True)
+
+    def drafted(self, exits: ChosenExits, steps: ExitSteps, waiting: Ints) -> Counted:
+        """Return the adapter's passes: the first of a round takes in what is `waiting`."""
+        width = np.where(steps.offset == 0, waiting[steps.round] + 1, 1)
+        return Counted(False, ADAPTER, steps.round, width, np.ones_like(width))

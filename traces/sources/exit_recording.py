@@ -183,15 +183,8 @@ class ExitRecording(SourceRecording):
         )
 
     @cached_property
-    def children(self) -> dict[tuple[int, int], int]:
-        """(node, wrong token fed) -> node."""
-        branch = np.flatnonzero(self["parent"] >= 0)
-        pairs = zip(self["parent"][branch].tolist(), self["token"][branch].tolist(), strict=True)
-        return dict(zip(pairs, branch.tolist(), strict=True))
-
-    @cached_property
     def branches(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """`children` as sorted keys (`branch_keys`) and their nodes."""
+        """Nodes with the wrong tokens fed, as sorted `branch_keys`, and the nodes after."""
         branch = np.flatnonzero(self["parent"] >= 0)
         keys = branch_keys(self["parent"][branch], self["token"][branch])
         order = np.argsort(keys, kind="stable")

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from policies.core import DraftPolicy, Round, speculate
 from policies.registry import describe
 from policies.rules.base import VerifyRule
-from policies.vectorised import VectorisedPlan, own_word, plan_of
+from policies.vectorised import own_word, plan_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import LAYER, Call, Counted, pack_calls, pack_counted
+from traces.replay.calls import LAYER, pack_calls, pack_counted
 from traces.replay.rounds import RoundLog
 from traces.replay.ruled import prepared_rule
 from traces.replay.run import own_policy, source_under, text_fidelity
 from traces.replay.vectorised import replay_many
 from traces.sources.base import ReplayedRounds, Source, SourceReplay
 from traces.sources.recording import Recordings
+from traces.sources.starts.sources import StartSource
 from traces.store.identity import model_in
 
 
@@ -57,19 +59,16 @@ def replay_source(
     recordings = source.completed(trace, recordings or {})
     check_signals(policy, source, recordings)
     first = trace.first if first is None else first
-    decoder_of = source.open(trace, recordings, first)
     by_passes = source.by_passes(recordings)
-    # Some of them may look up what others said: the trace itself is not cut.
     chosen = range(len(trace.requests)) if requests is None else requests
-    own = own_policy(trace, policy)
-    try:
-        plan = plan_of(own)
-    except DraftsimError:
-        plan = None  # the loop says what it lacks
-    rounds, calls = (
-        _at_once(trace, source, decoder_of, policy, plan, recordings, first, chosen)
-        or _asked(decoder_of, own, chosen)
-    )  # fmt: skip
+    if isinstance(source, StartSource):
+        rounds, calls = _along_chains(trace, source, policy, recordings, first, chosen)
+    else:
+        # Some of them may look up what others said: the trace itself is not cut.
+        decoder_of = source.open(trace, recordings, first)
+        own = own_policy(trace, policy)
+        known = _at_once(trace, decoder_of, own, first, chosen)
+        rounds, calls = known or _asked(source, decoder_of, own, chosen)
     return RoundLog(
         rounds, [trace.requests[i] for i in chosen], name or describe(policy),
         source=source_under(policy, source.label(recordings)), verify=lossless,
@@ -80,42 +79,58 @@ def replay_source(
     )  # fmt: skip
 
 
+def _along_chains(
+    trace: Trace, source: StartSource, policy: DraftPolicy, recordings: Recordings, first: int,
+    chosen: Sequence[int],
+) -> ReplayedRounds:  # fmt: skip
+    """Return rounds and calls of a source that drafts one chain from each start."""
+    source.check(trace, recordings, first)
+    if not len(chosen):
+        return RoundLog.pack([]), pack_calls([])
+    chains = source.drafts_along(trace, recordings)
+    if chosen != range(len(trace.requests)):
+        chains = chains.select(chosen)
+    [log] = replay_many(chains, {describe(policy): policy}, first=first)
+    return log.rounds, pack_counted(source.counted(log, source.recording(recordings)))
+
+
 def _at_once(
-    trace: Trace, source: Source, decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy,
-    plan: VectorisedPlan | None, recordings: Recordings, first: int, chosen: Sequence[int],
+    trace: Trace, decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, first: int,
+    chosen: Sequence[int],
 ) -> ReplayedRounds | None:  # fmt: skip
     """Return the rounds of the requests `chosen` as the loop would make them, without the loop.
 
     None if the policy has to be asked before every token, where a decoder is of a class of the
     caller's own, and where a draft leaves what was recorded: there the loop says what is missing.
     """
+    try:
+        plan = plan_of(policy)
+    except DraftsimError:
+        return None
     ascending = all(one < other for one, other in pairwise(chosen))
     if plan is None or not len(chosen) or not ascending:
         return None
-    decoder = decoder_of(chosen[0])
-    known: ReplayedRounds | None = own_word(decoder, "at_once", trace, plan, first, chosen)
-    if "chained" not in vars(type(decoder)) or len(chosen) < len(trace.requests):
-        return known
-    try:
-        chains = source.drafts_along(trace, recordings)
-        [log] = replay_many(chains, [("", policy)], first=first)
-    except DraftsimError:
-        return None
-    calls: list[Counted] | None = own_word(decoder, "chained", log)
-    return None if calls is None else (log.rounds, pack_counted(calls))
+    found: ReplayedRounds | None = own_word(
+        decoder_of(chosen[0]), "at_once", trace, plan, first, chosen
+    )
+    return found
 
 
 def _asked(
-    decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, chosen: Sequence[int]
-) -> ReplayedRounds:
+    source: Source, decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy,
+    chosen: Sequence[int],
+) -> ReplayedRounds:  # fmt: skip
     """Return rounds and calls by the loop: the policy is asked before every token."""
-    rounds: list[list[Round]] = []
-    calls: list[list[list[Call]]] = []
-    for i in chosen:
-        decoder = decoder_of(i)
-        rounds.append(list(speculate(decoder, policy.fresh())))
-        calls.append(decoder.calls.rounds)
-    return RoundLog.pack(rounds), pack_calls(calls)
+    noted: list[Any] = []
+
+    def decode() -> Iterator[list[Round]]:
+        for i in chosen:
+            decoder = decoder_of(i)
+            yield list(speculate(decoder, policy.fresh()))
+            noted.append(decoder.noted)
+
+    rounds = RoundLog.pack(decode())
+    return rounds, source.counted_in(rounds, noted)
 
 
 def check_rule(rule: VerifyRule | None, source: Source, trace: Trace) -> str:

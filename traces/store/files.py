@@ -16,8 +16,7 @@ import pyarrow as pa
 
 from policies.rules.registry import RULES
 from traces.acceptance.trace import COLUMNS, KEYS, MOST_DRAFTED, MOST_TOKENS, Request, Trace
-from traces.latency.schema import CELL_COLUMNS
-from traces.latency.table import LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.rounds import ROUND_DTYPE, Fidelity, RoundLog
 from traces.store.header import (
     Check,

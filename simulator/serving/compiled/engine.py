@@ -35,8 +35,7 @@ from simulator.serving.sequence import (
 )
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.schema import SERVER
-from traces.latency.table import LatencyTable
+from traces.latency.table import SERVER, LatencyTable
 from traces.replay.ruled import prepared_rule
 
 LISTED = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -61,7 +61,7 @@ EARLIER = "earlier"
 
 
 class ServedRequest(NamedTuple):
-    """A request that was served before."""
+    """The text of a request."""
 
     prompt: list[int]
     output: list[int]
@@ -73,19 +73,14 @@ class LookupReplay(SourceReplay):
     def __init__(self, trace: Trace, request: int, first: int, source: LookupSource) -> None:
         super().__init__(trace, request, first)
         self._source, self._kind, self._place = source, source.kind, (trace, request)
-        self._lookup: Lookup | None = None
-        self._prompt = prompt_tokens(trace, request)
-        self._seen = 0
+        self._ask: Callable[[int], list[Proposal]] | None = None
         self._proposed: tuple[int, list[Proposal]] = (-1, [])
+        prompt_tokens(trace, request)  # refuses a trace without them
 
     def _proposals(self) -> list[Proposal]:
-        if self._lookup is None:
-            self._lookup = self._source.along(*self._place)
-            self._lookup.extend(self._prompt)
         if self._proposed[0] != self.position:
-            self._lookup.extend(self.output[self._seen : self.position])
-            self._seen = self.position
-            self._proposed = (self.position, self._lookup.propose())
+            self._ask = self._ask or self._source.along(*self._place)
+            self._proposed = (self.position, self._ask(self.position))
         return self._proposed[1]
 
     def run_length(self) -> int:
@@ -179,18 +174,30 @@ class LookupSource(Source):
         """Open the decoders, which need prompt and output tokens."""
         return lambda request: LookupReplay(trace, request, first, self)
 
-    def along(self, trace: Trace, request: int) -> Lookup:
-        """Return the lookup for a recorded request."""
-        return self.lookup(eos_of(trace), lambda: served_before(trace, request))
+    def along(self, trace: Trace, request: int) -> Callable[[int], list[Proposal]]:
+        """Return a function from later and later positions of an output to the proposals there."""
+        lookup = self.lookup(eos_of(trace), lambda: served_before(trace, request))
+        text, seen = served_in(trace, request), 0
+        lookup.extend(text.prompt)
+
+        def at(position: int) -> list[Proposal]:
+            nonlocal seen
+            lookup.extend(text.output[seen:position])
+            seen = position
+            return lookup.propose()
+
+        return at
 
 
 def served_before(trace: Trace, request: int) -> list[ServedRequest]:
     """Return prompt and output of every request recorded before this one."""
-    output, starts = true_tokens(trace), trace.request_starts
-    return [
-        ServedRequest(prompt_tokens(trace, i), output[int(starts[i]) : int(starts[i + 1])])
-        for i in range(request)
-    ]
+    return [served_in(trace, i) for i in range(request)]
+
+
+def served_in(trace: Trace, request: int) -> ServedRequest:
+    """Return prompt and output of a recorded request."""
+    begin, end = trace.request_starts[request : request + 2].tolist()
+    return ServedRequest(prompt_tokens(trace, request), true_tokens(trace)[begin:end])
 
 
 @dataclass(eq=False)
@@ -386,11 +393,11 @@ class Suffix(LookupSource):
         """Return a lookup over `served`, which its outputs join."""
         return SuffixLookup(served, self.num_tokens, self.depth, self.factor, self.min_prob, eos)
 
-    def along(self, trace: Trace, request: int) -> Lookup:
-        """Return the lookup for a recorded request; drafts are looked up once per trace."""
+    def along(self, trace: Trace, request: int) -> Callable[[int], list[Proposal]]:
+        """Return the drafts of a recorded request, which are looked up once per trace."""
         if self._found is None or self._found[0]() is not trace:
             self._found = weakref.ref(trace), _Proposals(self, trace)
-        return _Known(self._found[1], request)
+        return partial(self._found[1].at, request)
 
 
 class _Proposals:
@@ -403,9 +410,7 @@ class _Proposals:
 
     def __init__(self, source: Suffix, trace: Trace) -> None:
         self._source = source
-        output, starts = true_tokens(trace), trace.request_starts.tolist()
-        self._outputs = [output[begin:end] for begin, end in pairwise(starts)]
-        self._prompts = [prompt_tokens(trace, i) for i in range(len(trace.requests))]
+        self._texts = served_before(trace, len(trace.requests))
         self._eos = eos_of(trace)
         self._known: dict[tuple[int, int], list[Proposal]] = {}
         self._every = False
@@ -431,10 +436,10 @@ class _Proposals:
 
     def _next(self) -> None:
         if self._lookup is not None:
-            self._go(len(self._outputs[self._request]))
+            self._go(len(self._texts[self._request].output))
         self._request, self._position = self._request + 1, 0
         self._lookup = self._source.begin(self._served, self._eos)
-        self._lookup.extend(self._prompts[self._request])
+        self._lookup.extend(self._texts[self._request].prompt)
 
     def _go(self, until: int) -> None:
         """Take in the output up to a position."""
@@ -443,23 +448,10 @@ class _Proposals:
                 self._look_up()
             end = self._position + 1 if self._every else until
             assert self._lookup is not None
-            self._lookup.extend(self._outputs[self._request][self._position : end])
+            self._lookup.extend(self._texts[self._request].output[self._position : end])
             self._position = end
 
     def _look_up(self) -> None:
         place = self._request, self._position
         if place not in self._known and self._lookup is not None:
             self._known[place] = self._lookup.propose()
-
-
-class _Known(Lookup):
-    """A lookup that returns what was found for a request."""
-
-    def __init__(self, proposals: _Proposals, request: int) -> None:
-        self._proposals, self._request, self._position = proposals, request, -1
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self._position = 0 if self._position < 0 else self._position + len(tokens)
-
-    def propose(self) -> list[Proposal]:
-        return self._proposals.at(self._request, self._position)

@@ -50,51 +50,54 @@ def searching(lookup: Lookup, text: Sequence[int]) -> Callable[[], list[Proposal
     return once
 
 
-class FirstOccurrences(Lookup):
-    """A lookup of what followed where the n-gram at the end first occurred."""
+class NGramLookup(Lookup):
+    """Copies what followed the earliest occurrence of the longest n-gram at the sequence's end.
 
-    def __init__(self, min_n: int, max_n: int) -> None:
+    As vLLM's ``NgramProposer`` (``v1/spec_decode/ngram_proposer.py``): of the n-grams at the end, n
+    from ``max_n`` down to ``min_n`` (``prompt_lookup_max`` and ``_min``), the longest that ends
+    earlier too wins, among its occurrences the leftmost; up to ``k`` (``num_speculative_tokens``)
+    tokens that follow are proposed, an id of ``eos`` as the last.
+    """
+
+    def __init__(
+        self, k: int = 5, min_n: int = 5, max_n: int = 5, eos: frozenset[int] = frozenset()
+    ) -> None:
+        self.k, self.min_n, self.max_n, self.eos = k, min_n, max_n, eos
         self.ids: list[int] = []
-        self._sizes = (min_n, max_n)
         self._after: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append, and index every n-gram that ends before the last token."""
         self.ids += tokens
-        low, high = self._sizes
         for end in range(self._indexed + 1, len(self.ids)):
-            for n in range(low, min(high, end) + 1):
+            for n in range(self.min_n, min(self.max_n, end) + 1):
                 self._after.setdefault(tuple(self.ids[end - n : end]), end)
         self._indexed = max(len(self.ids) - 1, 0)
 
-    def following(self, count: int) -> list[int]:
-        """Return up to `count` ids after the first occurrence of the longest n-gram at the end."""
-        low, high = self._sizes
-        for n in range(min(high, len(self.ids) - 1), low - 1, -1):
+    def propose(self) -> list[Proposal]:
+        """Return the tokens that followed; empty if no n-gram recurs."""
+        for n in range(min(self.max_n, len(self.ids) - 1), self.min_n - 1, -1):
             if (start := self._after.get(tuple(self.ids[-n:]))) is not None:
-                return self.ids[start : start + count]
+                return until_eos(map(Proposal, self.ids[start : start + self.k]), self.eos)
         return []
 
 
-class PromptLookup(FirstOccurrences):
-    """Copies what followed the first earlier occurrence of the last n-gram.
+class PromptLookup(NGramLookup):
+    """The same for any n up to ``max_ngram``, with nothing proposed from an id of ``eos`` on.
 
-    As transformers 5.23 ``PromptLookupCandidateGenerator``: the longest n of at most ``max_ngram``
-    (``max_matching_ngram_size``) that occurs earlier wins, among its occurrences the leftmost; up
-    to ``num_tokens`` (``prompt_lookup_num_tokens``) tokens are copied, cut before an id of ``eos``.
+    As transformers 5.23 ``PromptLookupCandidateGenerator`` (``max_matching_ngram_size`` and, for
+    ``num_tokens``, ``prompt_lookup_num_tokens``).
     """
 
     def __init__(
         self, num_tokens: int = 10, max_ngram: int = 2, eos: frozenset[int] = frozenset()
     ) -> None:
-        self.num_tokens, self.max_ngram, self.eos = num_tokens, max_ngram, eos
-        super().__init__(1, max_ngram)
+        super().__init__(num_tokens, 1, max_ngram, eos)
 
     def propose(self) -> list[Proposal]:
         """Return the tokens that followed; empty if no n-gram recurs or EOS followed."""
-        following = self.following(self.num_tokens)
-        return [Proposal(t) for t in takewhile(lambda t: t not in self.eos, following)]
+        return [p for p in super().propose() if p.token_id not in self.eos]
 
 
 class Datastore:
@@ -219,26 +222,6 @@ class NGramPool(Lookup):
         kept = self._pool.get(self._ids[-1]) if self._ids else None
         newest = next(reversed(kept)) if kept else ()
         return [Proposal(t) for t in takewhile(lambda t: t not in self.eos, newest)]
-
-
-class NGramLookup(FirstOccurrences):
-    """Copies what followed the earliest occurrence of the longest n-gram at the sequence's end.
-
-    As vLLM's ``NgramProposer`` (``v1/spec_decode/ngram_proposer.py``): of the n-grams at the end, n
-    from ``max_n`` down to ``min_n`` (``prompt_lookup_max`` and ``_min``), the longest that ends
-    earlier too wins, among its occurrences the leftmost; up to ``k`` (``num_speculative_tokens``)
-    tokens that follow are proposed, an id of ``eos`` as the last.
-    """
-
-    def __init__(
-        self, k: int = 5, min_n: int = 5, max_n: int = 5, eos: frozenset[int] = frozenset()
-    ) -> None:
-        self.k, self.min_n, self.max_n, self.eos = k, min_n, max_n, eos
-        super().__init__(min_n, max_n)
-
-    def propose(self) -> list[Proposal]:
-        """Return the tokens that followed; empty if no n-gram recurs."""
-        return until_eos(map(Proposal, self.following(self.k)), self.eos)
 
 
 class NGramSimpleLookup(Lookup):

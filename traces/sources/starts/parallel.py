@@ -12,18 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path, PurePath
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from policies.spec import describe_spec, parameter, whole, within
-from traces.acceptance.synthetic import ORDINARY, drawn_chances, logits_of
+from traces.acceptance.synthetic import drawn_chances, logits_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import DRAFTER, ONE_PASS, Counted
-from traces.replay.decoder import RecordedToken
 from traces.replay.rounds import RoundLog
 from traces.sources.as_draft import (
     in_an_engine,
@@ -33,9 +31,9 @@ from traces.sources.as_draft import (
     with_drafter,
     with_passes_alone,
 )
-from traces.sources.base import Source, eos_of, true_tokens
+from traces.sources.base import Source, eos_of, tokens_ahead, true_tokens
 from traces.sources.recording import LOGITS, Recordings
-from traces.sources.starts.sources import StartRecording, StartReplay, StartSource
+from traces.sources.starts.sources import StartRecording, StartSource, others
 
 
 @dataclass(eq=False)
@@ -96,38 +94,6 @@ class OnFeatures(Source):
         return [replace(self, model=k) for k, r in mine if r.meta["kind"] == kind] or [self]
 
 
-class EagleReplay(StartReplay):
-    """A pass per drafted token, of which a round's first takes in what was verified."""
-
-    takes_verified = True
-
-    def __init__(
-        self, trace: Trace, request: int, recording: StartRecording, first: int, source: Eagle
-    ) -> None:
-        super().__init__(trace, request, recording, first, source)
-        self._turns = int(recording.meta["modules"])
-        # Output tokens known when a module last ran; the prefill runs them all.
-        self._ran = [0] * self._turns
-
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return the next token of the chain from here; None when the modules are used up."""
-        offset = len(so_far)
-        if offset >= self.width and self.width == self._turns > 1:
-            return None
-        self.check_tail(offset)
-        width = 1
-        if not offset or self._turns > 1:
-            width = self.position - self._ran[offset] + offset
-            width = min(width, self.info.prompt_length + self.position - 1)
-            self._ran[offset] = self.position
-        self.calls.add(DRAFTER, width)
-        return self.token(offset)
-
-    def chained(self, log: RoundLog) -> list[Counted] | None:
-        """Count passes of the drafter alone, where a token is one."""
-        return [] if self._turns == 1 else None
-
-
 class Eagle(OnFeatures, StartSource):
     """A drafter that continues the target's features (arXiv:2401.15077, 2503.01840, 2412.19437).
 
@@ -138,7 +104,6 @@ class Eagle(OnFeatures, StartSource):
     """
 
     name = "eagle"
-    replays = EagleReplay
     takes_verified = True
     record = "`draftsim profile --source eagle:model=DIR`"
     what = "EAGLE, EAGLE-3 or MTP drafter on the target's features, as a chain; exact"
@@ -146,6 +111,10 @@ class Eagle(OnFeatures, StartSource):
     def by_passes(self, recordings: Recordings) -> bool:
         """Return True unless several modules run in turn."""
         return int(recordings[self.recorded(recordings)].meta["modules"]) == 1
+
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+        """Return the passes of each module, over what it has not read of the others' tokens."""
+        return [_passes(log, DRAFTER, turn) for turn in range(int(recording.meta["modules"]))]
 
     def unlike_a_draft_model(self, recordings: Recordings) -> str | None:
         """Return why several modules are unlike a draft model; None for one."""
@@ -161,35 +130,18 @@ class Eagle(OnFeatures, StartSource):
         return with_drafter(latency, name)
 
 
-class ParallelReplay(StartReplay):
-    """One pass a round, over what was verified since the one before and the masks."""
+def _passes(log: RoundLog, kind: int, offset: int, masks: int = 0) -> Counted:
+    """Return a pass of each round that drafts more than `offset` tokens.
 
-    takes_verified = True
-    _ran = 0
-    """Output tokens known when the drafter last ran."""
-
-    def begin_draft(self) -> None:
-        """Count the pass."""
-        read = min(self.position - self._ran, self.info.prompt_length + self.position - 1)
-        self.calls.add(ONE_PASS, read + self.width - 1)
-        self._ran = self.position
-
-    def chained(self, log: RoundLog) -> list[Counted]:
-        """Return one pass for every round that drafts."""
-        forwards = log.rounds["draft_forwards"].astype(np.int64)
-        read = _read(log, np.flatnonzero(forwards))
-        return [Counted.each(False, ONE_PASS, read + self.width - 1, np.minimum(forwards, 1))]
-
-
-def _read(log: RoundLog, ran: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-    """Return (rounds,) tokens verified since the pass before, for the rounds `ran` with a pass."""
-    position, request = (log.rounds[n].astype(np.int64) for n in ("position", "request"))
-    before = np.append(0, position[ran][:-1])
-    before[np.diff(request[ran], prepend=-1) > 0] = 0
-    prompt = np.array([r.prompt_length for r in log.requests], dtype=np.int64)[request[ran]]
-    read = np.zeros(len(position), dtype=np.int64)
-    read[ran] = np.minimum(position[ran] - before, prompt + position[ran] - 1)
-    return read
+    It reads what was verified since the pass before, the tokens drafted so far, and `masks`.
+    """
+    ran = np.flatnonzero(log.rounds["draft_forwards"] > offset)
+    position, request = (log.rounds[n][ran].astype(np.int64) for n in ("position", "request"))
+    before = np.append(0, position[:-1])
+    before[np.diff(request, prepend=-1) > 0] = 0
+    prompt = np.array([r.prompt_length for r in log.requests], dtype=np.int64)[request]
+    read = np.minimum(position - before + offset, prompt + position - 1)
+    return Counted(False, kind, ran, read + masks, np.ones_like(read))
 
 
 @dataclass(eq=False)
@@ -223,7 +175,6 @@ class Parallel(OnFeatures, StartSource):
     """
 
     name = "parallel"
-    replays = ParallelReplay
     one_pass = True
     unlike = None
     takes_verified = True
@@ -270,9 +221,13 @@ class Parallel(OnFeatures, StartSource):
         """Return the number of masks."""
         return self.k or int(self.recording(recordings).offsets)
 
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+        """Return one pass for every round that drafts."""
+        return [_passes(log, ONE_PASS, 0, self.width(recording) - 1)]
+
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with a draft of one pass."""
-        width = self.recording(recordings).offsets if self.k is None else self.k
+        width = self.width(self.recording(recordings))
         own = one_pass(latency, self.drafter(recordings), width)
         return standing_in(
             latency, with_passes_alone(latency.cells), own, model_of(self, recordings)
@@ -311,12 +266,10 @@ def drawn_starts(
     if concentration is not None:
         chance = drawn_chances(chance, concentration, rng)
     right = np.cumprod(rng.random(shape) < chance, axis=1).astype(bool)
-    ahead = np.arange(len(true))[:, None] + np.arange(len(survived))
-    there = ahead < trace.request_ends[:, None]
-    wanted = np.where(there, true[np.minimum(ahead, len(true) - 1)], -1)
-    eos = np.array(sorted(eos_of(trace)), dtype=np.int64)
-    token = np.where(right & there, wanted, _others(wanted, eos))
-    token[np.isin(token, eos).cumsum(axis=1) - np.isin(token, eos) > 0] = -1
+    wanted, eos = tokens_ahead(true, trace.request_ends, len(survived)), eos_of(trace)
+    token = np.where(right & (wanted >= 0), wanted, others(wanted, eos))
+    ended = np.isin(token, sorted(eos))
+    token[ended.cumsum(axis=1) - ended > 0] = -1
     # Nothing drafts the prompt's own token.
     token[trace.columns["position"][trace.on_path] == 0] = -1
     logits = logits_of(chance)
@@ -325,12 +278,6 @@ def drawn_starts(
     meta = {"acceptance": list(map(float, acceptance)), "sampling": trace.sampling.meta}
     arrays = {"token": token.astype(np.int32), "rank": rank, **signals}
     return StartRecording(arrays, tuple(trace.request_starts.tolist()), meta)
-
-
-def _others(wanted: npt.NDArray[np.int64], eos: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return tokens other than `wanted` that end nothing."""
-    free = np.setdiff1d(np.arange(ORDINARY, ORDINARY + 2 + len(eos)), eos)
-    return np.asarray(np.where(wanted == free[0], free[1], free[0]))
 
 
 def _check(acceptance: Sequence[float], model: str | None, k: int | None) -> None:

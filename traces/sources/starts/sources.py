@@ -2,23 +2,25 @@
 
 Parallel heads see the state after the last verified token alone; a layer-skipping drafter attends
 to its own inexact states of this round's tokens.  Either way the draft from one start is one chain,
-whatever the length policy, so (start, offset) holds everything.
+whatever the length policy, so (start, offset) holds everything.  Such a source is replayed as a
+trace by start (`Trace.by_start`), and the calls of its rounds follow from the rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
+from policies.arrays import Ints
 from policies.spec import parameter, whole
+from traces.acceptance.synthetic import ORDINARY
 from traces.acceptance.trace import MOST_DRAFTED, Trace
-from traces.errors import DraftsimError, TailError
+from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS, Counted
-from traces.replay.decoder import RecordedToken
 from traces.replay.rounds import Fidelity, RoundLog
 from traces.sources.as_draft import (
     heads_at_once,
@@ -28,7 +30,7 @@ from traces.sources.as_draft import (
     standing_in,
     with_passes_alone,
 )
-from traces.sources.base import DRAFTER_SIGNALS, Source, SourceReplay, leading
+from traces.sources.base import DRAFTER_SIGNALS, Source, eos_of, tokens_ahead, true_tokens
 from traces.sources.recording import DRAWN, LOGITS, Layout, Recordings, SourceRecording
 from traces.store.header import PathLike, check, is_whole
 
@@ -74,11 +76,19 @@ class StartRecording(SourceRecording):
         return {}
 
 
+def others(wanted: Ints, ends: Collection[int]) -> Ints:
+    """Return tokens other than `wanted` that are not among `ends`."""
+    eos = np.array(sorted(ends), dtype=np.int64)
+    free = np.setdiff1d(np.arange(ORDINARY, ORDINARY + 2 + len(eos)), eos)
+    return np.asarray(np.where(wanted == free[0], free[1], free[0]))
+
+
 class StartSource(Source):
     """A source recorded by (start, offset)."""
 
     signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS
     unlike: ClassVar[str | None] = WIDER
+    sampled = True
     recorded_as = StartRecording
     takes_verified: ClassVar[bool] = False
     """True if every round's first pass reads all that was verified since the one before."""
@@ -92,22 +102,43 @@ class StartSource(Source):
         offsets = int(self.recording(recordings).offsets)
         return trace.max_gamma if self.drafts_end else offsets
 
+    def check(self, trace: Trace, recordings: Recordings, first: int) -> None:
+        """Raise DraftsimError for other requests or settings, or fewer heads, than recorded."""
+        recording = self.recording(recordings)
+        recording.check_follows(self.recorded(recordings), trace, first)
+        if self.k is not None and self.k > recording.offsets:
+            raise DraftsimError(
+                f"{self.k} heads were asked for and {recording.offsets} recorded: lower k, or "
+                "train and record more"
+            )
+
+    def width(self, recording: StartRecording) -> int:
+        """Return the longest draft that it makes from a recording."""
+        return recording.offsets if self.k is None else self.k
+
+    def tokens(self, trace: Trace, recording: StartRecording) -> Ints:
+        """Return the tokens drafted from every start, (starts, `width`); -1 after the last."""
+        drafted: Ints = recording["token"][:, : self.width(recording)]
+        return drafted
+
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+        """Return the calls of the rounds in `log`, besides passes of a drafter (`by_passes`)."""
+        raise NotImplementedError
+
     def drafts_along(self, trace: Trace, recordings: Recordings) -> Trace:
         """Return the outputs with the chains recorded from every start."""
+        self.check(trace, recordings, 1)
         recording = self.recording(recordings)
-        self.open(trace, recordings, 1)  # refuses a recording of other requests, or settings
-        most = recording.offsets
-        if self.k is not None:
-            self.open(trace, recordings, 1)(0)  # refuses more heads than there are
-            most = self.k
-        drafted = recording["token"][:, :most]
+        drafted, most = self.tokens(trace, recording), self.width(recording)
         # Drawn greedily, a token is the likeliest.
         likeliest = recording["top1"] - recording["logsumexp"]
         found = {n: recording.arrays.get(n, likeliest)[:, :most] for n in (*DRAWN, *LOGITS)}
         signals = {f"draft_{n.replace('log_', 'log')}": values for n, values in found.items()}
         meta = {
             "drafts": self.label(recordings), "drafter": model_of(self, recordings),
-            "takes_verified": self.takes_verified, "drafts_end": self.drafts_end,
+            "takes_verified": self.takes_verified,
+            # Modules that run in turn draft a token each.
+            "drafts_end": self.drafts_end or recording.meta.get("modules", 1) > 1,
         }  # fmt: skip
         if self.fidelity != "exact":
             meta["fidelity"] = self.fidelity
@@ -115,68 +146,10 @@ class StartSource(Source):
         return laid_out(trace, drafted, (drafted >= 0) | (drafted[:, :1] < 0), signals, meta)
 
 
-class StartReplay(SourceReplay):
-    """One recorded request, drafted from (start, offset) rows, of which `Source.k` are used."""
-
-    sampled = True
-
-    def __init__(
-        self, trace: Trace, request: int, recording: StartRecording, first: int,
-        source: StartSource,
-    ) -> None:  # fmt: skip
-        super().__init__(trace, request, first)
-        self.recording = recording
-        self.row0 = recording.request_starts[request]
-        self._tokens = recording["token"]
-        if source.k is not None and source.k > recording.offsets:
-            raise DraftsimError(
-                f"{source.k} heads were asked for and {recording.offsets} recorded: lower k, or "
-                "train and record more"
-            )
-        self.width = recording.offsets if source.k is None else source.k
-
-    def run_length(self) -> int:
-        """Return the number of leading drafts from here that are right."""
-        row = self._tokens[self.row0 + self.position, : self.width].tolist()
-        return leading(row, self.output[self.position :])
-
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return the next token recorded from here; None when they are used up."""
-        if not so_far:
-            self.begin_draft()
-        return self.token(len(so_far)) if len(so_far) < self.width else None
-
-    def begin_draft(self) -> None:
-        """Count the calls that a draft begins with: none."""
-
-    def check_tail(self, offset: int) -> None:
-        """Raise TailError if no draft was recorded at this offset."""
-        if offset >= self.width:
-            raise TailError(
-                f"the policy drafted {offset + 1} tokens at position {self.position} of "
-                f"request {self.info.id!r}, and {self.width} were recorded: lower its maximum, "
-                "or record longer drafts"
-            )
-
-    def token(self, offset: int) -> RecordedToken:
-        """Return the recorded draft at this offset from here."""
-        at = self.row0 + self.position, offset
-        token = int(self._tokens[at])
-        # In the order of a token's fields.
-        return RecordedToken(token, token in self.eos, *self.recording.columns[at].tolist())
-
-
-class HeadsReplay(StartReplay):
-    """All heads run once a round, of which the policy takes as many as it likes."""
-
-    def begin_draft(self) -> None:
-        """Count the heads."""
-        self.calls.add(HEADS, 1)
-
-    def chained(self, log: RoundLog) -> list[Counted]:
-        """Count the heads, which run once in every round that drafts."""
-        forwards = log.rounds["draft_forwards"].astype(np.int64)
-        return [Counted.each(False, HEADS, np.ones_like(forwards), np.minimum(forwards, 1))]
+def heads_run(log: RoundLog) -> list[Counted]:
+    """Return one run of all heads in every round that drafts."""
+    forwards = log.rounds["draft_forwards"].astype(np.int64)
+    return [Counted.each(False, HEADS, np.ones_like(forwards), np.minimum(forwards, 1))]
 
 
 @dataclass(eq=False)
@@ -185,8 +158,11 @@ class HeadsSource(StartSource):
 
     unlike = None
     drafts_end = True
-    replays = HeadsReplay
     k: int | None = parameter(None, whole, 1)
+
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+        """Count the heads, which run once in every round that drafts."""
+        return heads_run(log)
 
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with all heads as the first pass of a round."""
@@ -219,21 +195,6 @@ class SpecDec(HeadsSource):
     what = "one-pass drafter after Spec-Drafter (arXiv:2203.16487), reading the target's state"
 
 
-class SpaceReplay(StartReplay):
-    """Drafts come with the verification before, which carries the masks of every candidate."""
-
-    def charge(self, submitted: int) -> int:
-        """Price one pass over the last token, the draft, and the masks after each of them."""
-        width = (submitted + 1) * (self.width + 1)
-        self.calls.add(PASS, width, verify=True)
-        return submitted + 1
-
-    def chained(self, log: RoundLog) -> list[Counted]:
-        """Count one pass a round, over the masks too."""
-        width = (log.rounds["drafted"].astype(np.int64) + 1) * (self.width + 1)
-        return [Counted.each(True, PASS, width, np.ones_like(width))]
-
-
 @dataclass(eq=False)
 class Space(StartSource):
     """SPACE: mask tokens after every candidate draft while it is verified (arXiv:2402.11809).
@@ -245,45 +206,12 @@ class Space(StartSource):
     name = "space"
     what = "SPACE (arXiv:2402.11809) with trained mask embeddings and a frozen target"
     drafts_end = True
-    replays = SpaceReplay
     k: int | None = parameter(None, whole, 1)
 
-
-class MedusaTreeReplay(HeadsReplay):
-    """A level of the tree is one drafted token: right if the true one is among its candidates."""
-
-    def __init__(
-        self, trace: Trace, request: int, recording: StartRecording, first: int,
-        source: MedusaTree,
-    ) -> None:  # fmt: skip
-        super().__init__(trace, request, recording, first, source)
-        self.tops = source.tops
-
-    def run_length(self) -> int:
-        """Return the number of levels from here that hold the true token."""
-        run = 0
-        while run < self.width and self._held(run):
-            run += 1
-        return run
-
-    def _held(self, offset: int) -> bool:
-        at = self.position + offset
-        rank = int(self.recording["rank"][self.row0 + self.position, offset])
-        return at < self.length and 0 <= rank < self.tops[offset]
-
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return the next level, as the true token if the tree holds it."""
-        token = super().draft(so_far)
-        if token is not None and self._held(len(so_far)):
-            token.token_id = self.output[self.position + len(so_far)]
-            token.ends = token.token_id in self.eos
-        return token
-
-    def charge(self, submitted: int) -> int:
-        """Charge one pass over every node of the tree down to the levels submitted."""
-        nodes = 1 + int(np.cumprod(self.tops[:submitted]).sum())
-        self.calls.add(PASS, nodes, verify=True)
-        return submitted + 1
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+        """Count one pass a round, over the last token, the draft, and the masks after each."""
+        width = (log.rounds["drafted"].astype(np.int64) + 1) * (self.width(recording) + 1)
+        return [Counted.each(True, PASS, width, np.ones_like(width))]
 
 
 class MedusaTree(StartSource):
@@ -301,7 +229,6 @@ class MedusaTree(StartSource):
     )
     fidelity: ClassVar[Fidelity] = "approximate"
     drafts_end = True
-    replays = MedusaTreeReplay
 
     def __init__(self, tops: Sequence[int] = (4, 2, 1)) -> None:
         if not tops:
@@ -315,25 +242,20 @@ class MedusaTree(StartSource):
         """The heads are Medusa's."""
         return Medusa.name
 
+    def tokens(self, trace: Trace, recording: StartRecording) -> Ints:
+        """Return a level of the tree as one token: the true one if the tree holds it."""
+        drafted, width = super().tokens(trace, recording), len(self.tops)
+        wanted = tokens_ahead(true_tokens(trace, sampled=True), trace.request_ends, width)
+        rank = recording["rank"][:, :width]
+        held = (wanted >= 0) & (rank >= 0) & (rank < np.array(self.tops))
+        # Levels go on after a head's end token where another candidate is the true one.
+        going = np.where(drafted < 0, others(wanted, eos_of(trace)), drafted)
+        return np.where(held, wanted, going)
 
-class LayerSkipReplay(StartReplay):
-    """A pass through the kept layers per drafted token."""
-
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
-        """Return the next token of the chain from here."""
-        self.check_tail(len(so_far))
-        self.calls.add(LAYER, 1, int(self.recording.meta["layers"]))
-        self.calls.add(HEAD, 1)
-        return self.token(len(so_far))
-
-    def chained(self, log: RoundLog) -> list[Counted]:
-        """Count the kept layers and the output head, for every drafted token."""
-        forwards = log.rounds["draft_forwards"].astype(np.int64)
-        layers, ones = int(self.recording.meta["layers"]), np.ones_like(forwards)
-        return [
-            Counted.each(False, LAYER, ones, forwards * layers),
-            Counted.each(False, HEAD, ones, forwards),
-        ]
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+        """Count the heads, and a pass over all nodes down to the levels verified."""
+        nodes = 1 + np.append(0, np.cumsum(np.cumprod(self.tops)))[log.rounds["drafted"]]
+        return [*heads_run(log), Counted.each(True, PASS, nodes, np.ones_like(nodes))]
 
 
 class LayerSkip(StartSource):
@@ -347,7 +269,6 @@ class LayerSkip(StartSource):
     what = "Draft & Verify (arXiv:2309.08168): inexact states, hence recorded by (start, offset)"
     unlike = None
     runs_layers = True
-    replays = LayerSkipReplay
 
     def __init__(self, skip: Sequence[int] | None = None) -> None:
         for layer in skip or ():
@@ -364,6 +285,15 @@ class LayerSkip(StartSource):
                 "record these, or leave skip out"
             )
         return found
+
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+        """Count the kept layers and the output head, for every drafted token."""
+        forwards = log.rounds["draft_forwards"].astype(np.int64)
+        layers, ones = int(recording.meta["layers"]), np.ones_like(forwards)
+        return [
+            Counted.each(False, LAYER, ones, forwards * layers),
+            Counted.each(False, HEAD, ones, forwards),
+        ]
 
     def for_decoding(self, recordings: Recordings) -> Source:
         """Return the source with the layers that were skipped."""

@@ -9,7 +9,7 @@ in the tree costs a pass its width, which the shape tells.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -237,7 +237,6 @@ class Eagle2(OnFeatures):
 
     name = "eagle2"
     recorded_as = TreeRecording
-    replays = TreeReplay
     record = "`draftsim profile --source eagle2:model=DIR`"
     unlike = WIDER
     signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS - {"token_id"}
@@ -246,6 +245,14 @@ class Eagle2(OnFeatures):
     budget: int = parameter(59, whole, 1)
     depth: int | None = parameter(None, whole, 1)
     topk: int | None = parameter(None, whole, 1)
+
+    def open(
+        self, trace: Trace, recordings: Recordings, first: int
+    ) -> Callable[[int], SourceReplay]:
+        """Return the decoder of one request."""
+        recording = self.recording(recordings)
+        recording.check_follows(self.recorded(recordings), trace, first)
+        return lambda request: TreeReplay(trace, request, recording, first, self)
 
     def recording(self, recordings: Recordings) -> Any:
         """Return the one that ``model`` names.
