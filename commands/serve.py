@@ -450,14 +450,13 @@ def within_slo(rows: Sequence[Row]) -> str:
 
     Empty if there is nothing to compare.
     """
-    from simulator.tune.gains import goodputs, is_closed
+    from simulator.tune.gains import best_within, goodputs, is_closed
 
     found, closed = goodputs(rows), is_closed(rows)
     said = []
     for load, pair in [*found.items()][:4]:
         (_, plain), (name, own) = pair.items()
-        more = three_digits(own) != three_digits(plain) and own > plain
-        answer = f"{name} serves more" if more else "no policy serves more"
+        answer = f"{name if best_within(pair) == name else 'no policy'} serves more"
         said.append(
             f"{_at(load, closed)} {answer} ({name} {three_digits(own)}, no speculation "
             f"{three_digits(plain)} requests/s)"

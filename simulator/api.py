@@ -7,10 +7,13 @@ command of the same question would print.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import pandas as pd
@@ -44,6 +47,14 @@ if TYPE_CHECKING:
     from simulator.serving.scenario import Mode
 
 Acceptance = str | Sequence[float]
+Question = TypeVar("Question", bound=Callable[..., Any])
+KINDS: Mapping[str, tuple[str, Any]] = {
+    "int": ("a whole number", Integral), "float": ("a number", Real), "str": ("a text", str),
+    "bool": ("True or False", bool), "Path": ("a path", Path), "Mode": ("a text", str),
+    "Trace": ("a Trace", Trace), "LatencyTable": ("a LatencyTable", LatencyTable),
+    "None": ("None", type(None)),
+}  # fmt: skip
+"""Annotations of arguments that are checked: in words, and as types."""
 DEFAULT_TRACE = Defaulted(recordings.DEFAULT_TRACE)
 """The default recording: its type tells that the caller named none."""
 
@@ -96,8 +107,8 @@ class Served:
         A row for each load and policy, with the columns of ``draftsim serve`` (docs/formats.md).
     best:
         For each concurrency the policy with the highest throughput; for each request rate the one
-        with the lowest mean end-to-end latency; ``autoregressive`` if none is faster, None if
-        nothing was served.
+        with the lowest mean end-to-end latency; with ``slo``, for each load the one with the
+        highest goodput.  ``autoregressive`` if none is better, None if nothing was served.
     notes:
         Remarks on what the simulation leaves out or assumes.
     """
@@ -186,6 +197,33 @@ class Study:
         return drawn[min(drawn, key=lambda name: not name.startswith("map_"))]
 
 
+def checked(question: Question) -> Question:
+    """Return `question` such that an argument unlike its annotation is refused in one line.
+
+    A path given for a name counts as its text.  Other annotations than those of `KINDS`, such as
+    axes, are left to the question.
+    """
+    signature = inspect.signature(question)
+
+    @wraps(question)
+    def asked(*given: Any, **named: Any) -> Any:
+        bound = signature.bind(*given, **named)
+        for name, value in bound.arguments.items():
+            expected = str(signature.parameters[name].annotation).split(" | ")
+            if not set(expected) <= set(KINDS):
+                continue
+            kinds = tuple(KINDS[kind][1] for kind in expected)
+            if isinstance(value, Path) and Path not in kinds and str in kinds:
+                bound.arguments[name] = str(value)
+            elif not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                words = " or ".join(dict.fromkeys(KINDS[kind][0] for kind in expected))
+                raise DraftsimError(f"{name} is {value!r}, expected {words}")
+        return question(*bound.args, **bound.kwargs)
+
+    return cast("Question", asked)
+
+
+@checked
 def predict(
     trace: str | Trace = DEFAULT_TRACE,
     latency: str | LatencyTable | None = None,
@@ -260,6 +298,7 @@ def predict(
     return Prediction(pd.DataFrame(rows), best, tuple(notes), prefill)
 
 
+@checked
 def serve(
     trace: str | Trace = DEFAULT_TRACE,
     latency: str | LatencyTable | None = None,
@@ -321,7 +360,7 @@ def serve(
     from simulator.serving.scenario import engine_limits
     from simulator.serving.study import limits_met, over_loads, shortfalls
     from simulator.targets import parse_targets
-    from simulator.tune.gains import leaders
+    from simulator.tune.gains import best_within, goodputs, leaders
     from simulator.unmeasured import said_served
 
     notes: list[str] = []
@@ -356,9 +395,16 @@ def serve(
         one.load: None if not one.served else one.policy if one.policy and one.ratio > 1 else PLAIN
         for one in leaders(rows)
     }
+    if slo is not None:
+        known = goodputs(rows)
+        best = {
+            load: one and (best_within(known[load]) if load in known else PLAIN)
+            for load, one in best.items()
+        }
     return Served(pd.DataFrame(rows), best, tuple(notes))
 
 
+@checked
 def plan(
     trace: str | Trace = DEFAULT_TRACE,
     latency: str | LatencyTable | None = None,
@@ -446,6 +492,7 @@ def plan(
     return Plan(pd.DataFrame(rows), best, tuple(notes))
 
 
+@checked
 def sweep(
     trace: str | Trace = DEFAULT_TRACE,
     latency: str | LatencyTable | None = None,
@@ -520,7 +567,7 @@ def sweep(
     tables = recording.swept(ratios, max(sizes, default=1))
     if devices:
         check_carried(recording.source, recording.recordings)
-    names = tuple(find_device(name).name for name in devices)
+    names = tuple(find_device(str(name)).name for name in devices)
     prices = Prices(ratios, tables, [None] if contexts is None else contexts, verify_ratio, names)
     chosen = swept_policies(_listed(policies), lengths, recording.trace, notes.append)
     study = Sweep(

@@ -24,6 +24,7 @@ from simulator.serving.run import Policy
 from simulator.serving.scenario import FILLS
 from simulator.tune.served import NO_SPECULATION, SEARCH_CONFIDENCE
 from traces.acceptance.trace import Trace, once_per_trace
+from traces.digits import three_digits
 from traces.latency.table import LatencyTable
 
 UNDRAFTED = (PLAIN, NO_SPECULATION)
@@ -283,6 +284,15 @@ def goodputs(rows: Sequence[Row]) -> dict[float | None, dict[str, float]]:
             best = max(drafting, key=known.__getitem__)
             found[load] = {PLAIN: known[plain], best: known[best]}
     return found
+
+
+def best_within(pair: Mapping[str, float]) -> str:
+    """Return the policy that serves more within the SLO, by a load's `goodputs`.
+
+    No speculation, if the other's lead does not show in three digits.
+    """
+    (plain, base), (name, own) = pair.items()
+    return name if own > base and three_digits(own) != three_digits(base) else plain
 
 
 def is_closed(rows: Sequence[Row]) -> bool:
