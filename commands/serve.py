@@ -213,7 +213,7 @@ def serve(
     about its output length; such rows are approximate.
     """
     from simulator.chosen import load_serving_policies
-    from simulator.serving import ClosedLoop, Devices, Scenario, Timeline, sweep
+    from simulator.serving import ClosedLoop, Scenario, Timeline, sweep
     from simulator.serving.study import against_measured, shortfalls
     from simulator.tune.gains import interval_over_prompts
 
@@ -223,7 +223,7 @@ def serve(
     ttft_s, tpot_s = _targets(slo, ttft, tpot)
     base = Scenario(
         ClosedLoop(1), engine.limits(table, mode, loads.arrive), requests, mode,  # type: ignore[arg-type]
-        Devices(interference or 0.0), ttft_target_s=ttft_s, tpot_target_s=tpot_s,
+        interference or 0.0, ttft_target_s=ttft_s, tpot_target_s=tpot_s,
         max_time_s=max_time, warmup=warmup, seed=seed, replications=replications,
         replicas=replicas, router=engine.routing(replicas),
     )  # fmt: skip

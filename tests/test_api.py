@@ -17,7 +17,7 @@ from policies import Autoregressive, BatchPolicy, DraftPolicy, Fixed, GammaTune,
 from policies.core import DraftToken, Load
 from policies.registry import is_bound
 from simulator.chosen import load_policies, load_serving_policies
-from simulator.serving import ClosedLoop, Devices, Scenario
+from simulator.serving import ClosedLoop, Scenario
 from simulator.serving.study import over_loads
 from simulator.tune.search import Search
 from simulator.whatif.tuning import tuned_rows
@@ -369,7 +369,7 @@ def loads(**given: Any) -> object:
         ("serve --scale 2", lambda: loads(scale=[2.0])),
         ("serve --batch 2 --process poisson", lambda: loads(concurrency=[2], process="poisson")),
         ("serve --rate 1 --process bursty", lambda: loads(rate=[1.0], process="bursty")),
-        ("serve --interference 0.5", lambda: Scenario(ClosedLoop(1), devices=Devices(0.5))),
+        ("serve --interference 0.5", lambda: Scenario(ClosedLoop(1), interference=0.5)),
         ("serve --mode pearl --batch 4", lambda: draftsim.serve(mode="pearl", concurrency=[4])),
         (f"serve --mode pearl --trace {HEAD}", lambda: draftsim.serve(HEAD, mode="pearl")),
         ("serve --mode static-mean --policy goodput --batch 2",

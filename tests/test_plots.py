@@ -37,7 +37,7 @@ from simulator.plots.recording import (
 )
 from simulator.plots.whatif import MOST_LINES, figures, plot_batches, plot_break_even, plot_maps
 from simulator.ratios import own_ratios
-from simulator.serving import Limits, Poisson, Scenario, over_batches, over_rates, serve, sweep
+from simulator.serving import Limits, Poisson, Scenario, over_batches, over_rates, sweep
 from simulator.validation import predictions
 from tests.serving import GRID, SMALL
 from tests.test_whatif_breakeven import iid_grid
@@ -239,7 +239,7 @@ def test_replications_are_drawn_with_their_intervals_and_break_even_names_its_po
     policies = {"plain": Autoregressive(), "fast": Fixed(3)}
     rows = [
         row for rate in (0.05, 0.2, 5)
-        for row in serve(SMALL, GRID, policies, replace(scenario, arrivals=Poisson(rate))).rows()
+        for row in sweep(SMALL, GRID, policies, [replace(scenario, arrivals=Poisson(rate))])
     ]  # fmt: skip
     axes = plots.plot_latency_load(rows, "ttft_s").axes[0]
     bars = [c for c in axes.collections if len(c.get_paths()) == 3]

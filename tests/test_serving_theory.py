@@ -11,7 +11,7 @@ import pytest
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.formulas import batching, dsi, leviathan, pearl
 from simulator.pricing import price
-from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, simulate
+from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, simulate
 from tests.queues import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
 from tests.serving import GRID, SMALL, bernoulli, little_error
 from traces.latency.table import LatencyTable
@@ -179,7 +179,7 @@ def test_dsi_without_acceptance_is_plain_decoding():
 @pytest.mark.parametrize("policy", [Autoregressive(), Fixed(0)])
 def test_no_drafter_slows_plain_decoding(mode, policy):
     alone = Scenario(ClosedLoop(1), Limits(max_batch=1), requests=5, **WHOLE)
-    shared = replace(alone, mode=mode, devices=Devices(1.0))
+    shared = replace(alone, mode=mode, interference=1.0)
     expected, run = (simulate(SMALL, GRID, policy, own) for own in (alone, shared))
     assert run.row()["simulated_s"] == pytest.approx(expected.row()["simulated_s"], rel=1e-9)
     assert run.recorder.draft_forwards == 0
@@ -191,7 +191,7 @@ def test_sharing_a_device_slows_overlap_by_the_interference(mode):
     times = []
     for interference in (0.0, 0.5):
         scenario = Scenario(
-            ClosedLoop(1), requests=5, mode=mode, devices=Devices(interference), **WHOLE
+            ClosedLoop(1), requests=5, mode=mode, interference=interference, **WHOLE
         )
         times.append(simulate(trace, latency, Fixed(4), scenario).simulated_s)
     # Draft and verify take one second each, so both are slowed from beginning to end.

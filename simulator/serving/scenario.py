@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from simulator.serving.arrivals import ArrivalFile, Arrivals
-from simulator.serving.overlap import Devices
 from simulator.serving.routers import RoundRobin, Router, describe_router
 from simulator.serving.scheduler import Limits
 from traces.errors import DraftsimError
@@ -73,8 +72,9 @@ class Scenario:
         and ``dsi`` overlap drafting and verification of one stream.
     replicas, router:
         Number of engines, and the router that chooses among them.
-    devices:
-        Devices of the overlapped modes.
+    interference:
+        Of the overlapped modes.  0: drafter and target run each on its own device.  f > 0: they
+        share one, and each runs (1 + f) times slower while the other is busy too.
     passes:
         See `simulator.serving.cost.EngineCost`.
     drafter_loaded:
@@ -101,7 +101,7 @@ class Scenario:
     limits: Limits = field(default_factory=Limits)
     requests: int | None = 1000
     mode: Mode = "continuous"
-    devices: Devices = field(default_factory=Devices)
+    interference: float = 0.0
     passes: Literal["ragged", "padded"] = "ragged"
     drafter_loaded: bool = False
     warmup: float = 0.1
@@ -121,7 +121,9 @@ class Scenario:
                 f"--mode {self.mode} plans no iteration ahead: drop --async-scheduling, or use "
                 "--mode continuous"
             )
-        if self.devices.interference and not self.one_stream:
+        if not 0 <= self.interference < math.inf:
+            raise DraftsimError(f"interference is {self.interference}, expected >= 0")
+        if self.interference and not self.one_stream:
             raise DraftsimError(f"--interference is of --mode pearl and dsi, not of {self.mode}")
         if not 0 <= self.warmup < 1:
             raise DraftsimError(f"warmup is {self.warmup}, expected a share in [0, 1)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from policies.arrays import Bools, Floats, Ints
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.outcome.report import Run, t_interval
-from simulator.serving.run import Policy, serve
+from simulator.serving.run import Policy, simulate
 from simulator.serving.scenario import FILLS, Scenario
 from simulator.serving.scheduler import Limits
 from simulator.targets import Targets
@@ -131,8 +131,7 @@ def served_each(
     """Return the `Outcome` of each policy at its own load, as parts of `results_of`."""
 
     def outcome(trace: Trace, policy: Policy, load: Scenario) -> Outcome:
-        repeated = replace(load, replications=replications)
-        done = serve(trace, latency, {"": policy}, repeated).runs[""]
+        done = [simulate(trace, latency, policy, load, replication=i) for i in range(replications)]
         columns = [(counted_rate(run), run.throughput, share_within(run)) for run in done]
         return Outcome(*np.array(columns, dtype=float).T)
 

@@ -272,22 +272,6 @@ def joined_runs(runs: Sequence[Run]) -> Run:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class ServeResult:
-    """Every policy's replications under one scenario."""
-
-    scenario: Scenario
-    runs: Mapping[str, Sequence[Run]]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one record per policy: means over replications, with 95% t intervals.
-
-        ``<metric>_lo`` and ``_hi`` accompany throughput and the three mean latencies where
-        there are two or more replications.
-        """
-        return [merged_rows([run.row() for run in runs]) for runs in self.runs.values()]
-
-
 def _entry(coverage: Coverage) -> dict[str, Any]:
     named = coverage._asdict()
     return {k: list(v) if isinstance(v, tuple) else v for k, v in named.items()}
