@@ -127,7 +127,7 @@ def capacity(
     if plots is not None and not any(row["curve"] for row in rows):
         note("no policy meets the SLO at any load tried: nothing to draw")
     elif plots is not None:
-        from simulator.plots import save_all_kinds
+        from simulator.plots.look import save_all_kinds
         from simulator.plots.serving import assumption, plot_replicas
 
         label, figure = assumption(table, largest), plot_replicas(rows)

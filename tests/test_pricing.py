@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from policies.core import DraftPolicy, Round
 from policies.lengths.basic import Autoregressive, Fixed
-from simulator import autoregressive, price
-from simulator.pricing import call_seconds
+from simulator.pricing import autoregressive, call_seconds, price
 from tests.break_even import priced_at
 from tests.compiled import ALONG
 from tests.serving import table_of
