@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
@@ -359,7 +359,7 @@ def serve(
     from simulator.serving import ClosedLoop, Scenario, sweep
     from simulator.serving.scenario import engine_limits
     from simulator.serving.study import limits_met, over_loads, shortfalls
-    from simulator.targets import parse_targets
+    from simulator.targets import Targets, parse_targets
     from simulator.tune.gains import best_within, goodputs, leaders
     from simulator.unmeasured import said_served
 
@@ -376,11 +376,8 @@ def serve(
     )  # fmt: skip
     base = Scenario(
         ClosedLoop(1), limits, requests, mode, seed=seed, replications=replications,
-        replicas=replicas,
+        replicas=replicas, targets=Targets() if slo is None else parse_targets(slo, share=False),
     )  # fmt: skip
-    if slo is not None:
-        targets = parse_targets(slo, share=False)
-        base = replace(base, ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s)
     scenarios = over_loads(base, measured, concurrency=concurrency, rate=rate, arrivals=arrivals)
     notes += [*scenarios[0].arrivals.remarks, *shortfalls(scenarios)]
     largest = max(scenario.largest_batch for scenario in scenarios)
@@ -476,14 +473,15 @@ def plan(
     measured.check_sizes("target", "forward", limits.max_batch, 1)
     table = recording.in_graphs(None, limits.max_batch).priced(limits.max_batch)
     base = Scenario(
-        arrivals_of(rate, arrivals), limits, warmup=0.2, seed=seed, replications=replications
-    )
+        arrivals_of(rate, arrivals), limits, warmup=0.2, seed=seed, replications=replications,
+        targets=targets,
+    )  # fmt: skip
     notes += base.arrivals.remarks
     chosen = load_serving_policies(
         policies, recording.trace, table, largest=limits.max_batch, say=notes.append
     )
     rows = capacity.plan(
-        recording.trace, table, chosen, base, rate, targets, rule=rule, requests=requests,
+        recording.trace, table, chosen, base, rate, rule=rule, requests=requests,
         most=max_replicas, gpus=gpus, price=price, curve=curve, executor=Local(),
     )  # fmt: skip
     notes += said_served(rows)

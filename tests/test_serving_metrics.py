@@ -15,6 +15,7 @@ from simulator.serving import ClosedLoop, Deterministic, Limits, Poisson, Scenar
 from simulator.serving.outcome.metrics import Histogram, Series
 from simulator.serving.outcome.report import merged_rows, t_interval
 from simulator.serving.outcome.results import flat
+from simulator.targets import Targets
 from tests.serving import CONSTANT, GRID, SMALL, little_error
 from traces.acceptance.synthetic import trace_by_position
 from traces.acceptance.trace import Request, Trace
@@ -91,7 +92,7 @@ def test_goodput_counts_requests_within_both_targets():
     frame = loose.requests
     ttft, tpot = float(frame["ttft_s"].median()), float(frame["tpot_s"].median())
     tight = simulate(
-        SMALL, CONSTANT, Fixed(3), replace(scenario, ttft_target_s=ttft, tpot_target_s=tpot)
+        SMALL, CONSTANT, Fixed(3), replace(scenario, targets=Targets(ttft, tpot))
     ).row()
     both = ((frame["ttft_s"] <= ttft) & (frame["tpot_s"] <= tpot)).mean()
     assert tight["within_targets"] == pytest.approx(both)
@@ -178,7 +179,7 @@ def test_requests_cut_off_too_late_for_the_targets_have_missed_them(mode, by_ite
     # One at a time, a request takes 39 x 20 ms.  All are there within half a second.
     scenario = Scenario(
         Poisson(1000), Limits(max_batch=1), requests=200, warmup=0.0, max_time_s=10, mode=mode,
-        ttft_target_s=0.5,
+        targets=Targets(ttft_s=0.5),
     )  # fmt: skip
 
     def within(**targets):
@@ -192,9 +193,9 @@ def test_requests_cut_off_too_late_for_the_targets_have_missed_them(mode, by_ite
     # The first meets it; the others waited longer, and most of them got no token at all.
     assert within() == pytest.approx(1 / 200)
     # The one that was being decoded can still meet this target, and so can those that wait.
-    assert within(ttft_target_s=np.inf, tpot_target_s=0.03) == 1
+    assert within(targets=Targets(tpot_s=0.03)) == 1
     # Nothing is known of requests that have just arrived.
-    assert within(max_time_s=1.0, warmup=0.0, ttft_target_s=2.0) == 1
+    assert within(max_time_s=1.0, warmup=0.0, targets=Targets(ttft_s=2.0)) == 1
 
 
 @pytest.mark.parametrize(

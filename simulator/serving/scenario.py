@@ -9,6 +9,7 @@ from typing import Literal
 from simulator.serving.arrivals import ArrivalFile, Arrivals
 from simulator.serving.routers import RoundRobin, Router, describe_router
 from simulator.serving.scheduler import Limits
+from simulator.targets import Targets
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 
@@ -86,8 +87,8 @@ class Scenario:
         clients begin at once, but at most half of all for that.  0 leaves out none.
     max_time_s:
         Simulated seconds after which a run stops; its status says so.
-    ttft_target_s, tpot_target_s:
-        Targets that a request must meet to count for goodput.
+    targets:
+        What a request must meet to count for goodput.
     seed, replications:
         Arrivals and sequences depend on these alone, never on a policy.
 
@@ -106,8 +107,7 @@ class Scenario:
     drafter_loaded: bool = False
     warmup: float = 0.1
     max_time_s: float | None = None
-    ttft_target_s: float = float("inf")
-    tpot_target_s: float = float("inf")
+    targets: Targets = field(default_factory=Targets)
     seed: int = 0
     replications: int = 1
     replicas: int = 1
@@ -135,9 +135,6 @@ class Scenario:
                 raise DraftsimError(f"{name} is {value}, expected at most {MOST[name]}")
         if self.seed < 0:
             raise DraftsimError(f"seed is {self.seed}, expected a whole number >= 0")
-        for name in ("ttft_target_s", "tpot_target_s"):
-            if not getattr(self, name) > 0:
-                raise DraftsimError(f"{name} is {getattr(self, name)}, expected > 0 seconds")
 
     @property
     def one_stream(self) -> bool:

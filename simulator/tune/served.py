@@ -97,12 +97,10 @@ def closed_load(
 
     The engine has the other limits of the one that `latency` was measured in.
     """
-    ttft_s, tpot_s = (math.inf, math.inf) if slo is None else (slo.ttft_s, slo.tpot_s)
     limits = Limits(batch) if latency is None else Limits.of_engine(latency, batch)
     return Scenario(
         ClosedLoop(batch), limits, seed=seed,
-        requests=max(len(trace.requests), FILLS * batch), ttft_target_s=ttft_s,
-        tpot_target_s=tpot_s,
+        requests=max(len(trace.requests), FILLS * batch), targets=slo or Targets(),
     )  # fmt: skip
 
 

@@ -128,10 +128,7 @@ class Run:
 
     def within(self, requests: Mapping[str, Any] | pd.DataFrame) -> Any:
         """Return which of `requests` met the scenario's targets."""
-        scenario = self.scenario
-        return (requests["ttft_s"] <= scenario.ttft_target_s) & ~(
-            requests["tpot_s"] > scenario.tpot_target_s
-        )
+        return self.scenario.targets.met(requests["ttft_s"], requests["tpot_s"])
 
     @property
     def missed(self) -> float:
@@ -139,13 +136,13 @@ class Run:
 
         They were refused, or cut off so late that they could not meet the targets any more.
         """
-        r, cut, scenario = self.recorder, self.cut_off, self.scenario
+        r, cut = self.recorder, self.cut_off
         begun = cut.first_s >= 0
         ttft_s = np.where(begun, cut.first_s, self.simulated_s) - cut.arrival_s
         # All of the output will take no less than what there is of it.
         since_s = np.where(begun, self.simulated_s - cut.first_s, 0.0)
         tpot_s = since_s / np.maximum(cut.output_tokens - 1, 1)
-        late = (ttft_s > scenario.ttft_target_s) | (tpot_s > scenario.tpot_target_s)
+        late = ~self.scenario.targets.met(ttft_s, tpot_s)
         refused = r.rejected * (1 - r.skip / max(r.expected, 1))
         return refused + float((late & (cut.number >= r.skip)).sum())
 
@@ -200,7 +197,7 @@ class Run:
             "itl_s": r.itl.summary,
             "goodput_req_s": self._goodput(every) if len(within) else math.nan,
             "within_targets": float(within.sum()) / judged if judged else float("nan"),
-            "ttft_target_s": scenario.ttft_target_s, "tpot_target_s": scenario.tpot_target_s,
+            "ttft_target_s": scenario.targets.ttft_s, "tpot_target_s": scenario.targets.tpot_s,
             "mean_batch": r.batch.integral / each_s if each_s else 0.0,
             "utilisation": r.busy_s / each_s if each_s else 0.0,
             "imbalance": self._imbalance(every),
