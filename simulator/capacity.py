@@ -19,7 +19,7 @@ import numpy as np
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
 from simulator.executors import Cluster, Executor, Local
-from simulator.formulas.bounds import require
+from simulator.formulas.general import require
 from simulator.serving.arrivals import ArrivalFile
 from simulator.serving.outcome.report import t_interval
 from simulator.serving.outcome.results import ResultsFile, restored

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from policies.lengths.basic import Autoregressive, Fixed
-from simulator.formulas import batching, dsi, leviathan, pearl
+from simulator.formulas import batching, leviathan, parallel
 from simulator.pricing import price
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, simulate
 from tests.queues import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
@@ -146,7 +146,7 @@ def test_pearl_tokens_per_step(alpha, gamma):
     per_step = (400 / frame["rounds"]).to_numpy()
     error = per_step.std(ddof=1) / math.sqrt(len(per_step))
     # With gamma = 1 every step emits one token, without any scatter.
-    assert abs(per_step.mean() - pearl.tokens_per_step(alpha, gamma)) < 4 * error + 1e-9
+    assert abs(per_step.mean() - parallel.tokens_per_step(alpha, gamma)) < 4 * error + 1e-9
     # Only a block cut at the end of a request can be shorter than gamma.
     step = max(gamma * draft_s, target_s)
     assert run.simulated_s <= frame["rounds"].sum() * step * (1 + 1e-9)
@@ -163,7 +163,7 @@ def test_dsi_latency(alpha, lookahead, c):
     scenario = Scenario(ClosedLoop(1), requests=100, mode="dsi", **WHOLE)
     run = simulate(trace, LatencyTable.constant(1.0, c), Fixed(lookahead), scenario)
     latency = run.requests["e2e_s"].to_numpy()
-    expected = dsi.distributed_latency(tokens, alpha, lookahead, c)
+    expected = parallel.distributed_latency(tokens, alpha, lookahead, c)
     z = (latency.mean() - expected) / (latency.std(ddof=1) / math.sqrt(len(latency)))
     assert abs(z) < 4
     assert latency.max() <= tokens * (1 + 1e-9), "never slower than plain decoding"
