@@ -74,8 +74,8 @@ class Scenario:
     replicas, router:
         Number of engines, and the router that chooses among them.
     interference:
-        Of the overlapped modes.  0: drafter and target run each on its own device.  f > 0: they
-        share one, and each runs (1 + f) times slower while the other is busy too.
+        Slowdown in the overlapped modes.  0: drafter and target have devices of their own.  f > 0:
+        they share one, and each runs (1 + f) times slower while the other is busy too.
     passes:
         See `simulator.serving.cost.EngineCost`.
     drafter_loaded:
