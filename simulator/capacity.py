@@ -87,12 +87,11 @@ class PointRunner:
         within = run.within(kept)
         late = kept["index"] >= (recorder.skip + recorder.expected) / 2
         taken = len(within) / (len(within) + run.missed) if len(within) else 0.0
-        window = recorder.window
         return {
             **point._asdict(),
             "within": float(within.mean()) * taken if len(within) else 0.0,
             "within_late": float(within[late].mean()) * taken if late.any() else 0.0,
-            "span_s": window.end_s - window.start_s,
+            "span_s": recorder.end_s - recorder.start_s,
             "throughput_tok_s": row["throughput_tok_s"] * point.replicas / run.replicas,
             **{name: row[name] for name in KEPT},
         }  # fmt: skip

@@ -62,7 +62,7 @@ from traces.store.outputs import Quality, RealRun, find_run, quality
 RECORD = "`draftsim profile --exit-layers`"
 UNRECORDED, UNTIMED = "without recorded drafts", "without measured passes"
 OTHER_LAYERS = "that ran layers of another target"
-"""What methods lack that are not listed."""
+"""Reasons for which a method is not listed."""
 
 
 def load_source_policies(

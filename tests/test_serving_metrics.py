@@ -51,7 +51,7 @@ def test_warmup_requests_do_not_count():
     kept = frame[frame["index"] >= 10]
     assert run.row()["e2e_s"]["mean"] == pytest.approx(kept["e2e_s"].mean())
     assert run.row()["warmup_requests"] == 10
-    start, end = run.recorder.window.start_s, run.recorder.window.end_s
+    start, end = run.recorder.start_s, run.recorder.end_s
     assert start == frame.set_index("index")["arrival_s"][10]
     assert end == frame["arrival_s"].max()
 

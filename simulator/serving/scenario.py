@@ -88,7 +88,7 @@ class Scenario:
     max_time_s:
         Simulated seconds after which a run stops; its status says so.
     targets:
-        What a request must meet to count for goodput.
+        Bounds that a request must meet to count for goodput.
     seed, replications:
         Arrivals and sequences depend on these alone, never on a policy.
 

@@ -179,8 +179,8 @@ class Run:
         judged = len(within) + self.missed
         scenario = self.scenario
         offered = scenario.rate
-        window, each_s = r.window, self.simulated_s * self.replicas
-        last_s = window.end_s if window.end_s > window.start_s else self.simulated_s
+        each_s = self.simulated_s * self.replicas
+        last_s = r.end_s if r.end_s > r.start_s else self.simulated_s
         begun = int((every["first_s"] <= last_s).sum())
         queued = r.arrived - r.rejected - begun - r.peak_batch
         return {
@@ -225,11 +225,11 @@ class Run:
 
     def _measured(self) -> tuple[float, float, int]:
         """Start and end of the interval that throughput is measured over, and its tokens."""
-        r, window = self.recorder, self.recorder.window
-        arriving_s = window.end_s - window.start_s
+        r = self.recorder
+        arriving_s = r.end_s - r.start_s
         swamped = self.scenario.arrivals.rate is not None and 2 * arriving_s < self.simulated_s
         if arriving_s > 0 and not swamped:
-            return window.start_s, window.end_s, window.end_tokens - window.start_tokens
+            return r.start_s, r.end_s, r.end_tokens - r.start_tokens
         return 0.0, self.simulated_s, r.tokens
 
     def _passes(self, origin: str) -> int:
