@@ -289,7 +289,7 @@ class Deterministic(AtRate):
 class ClosedLoop(Arrivals):
     """`concurrency` clients that each send the next request `think_s` seconds after an answer."""
 
-    concurrency: int = field()
+    concurrency: int = field()  # without the default of other arrivals
     think_s: float = 0.0
 
     def __post_init__(self) -> None:
