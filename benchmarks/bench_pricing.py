@@ -12,8 +12,9 @@ import pandas as pd
 import pytest
 
 from policies import Fixed
-from simulator import price, summarize
+from simulator.pricing import price
 from simulator.ratios import ratio_costs
+from simulator.summary import summarize
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.rounds import RoundLog

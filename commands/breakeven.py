@@ -170,7 +170,7 @@ def breakeven(
             said = dumps(table.document, separators=(",", ":"))
         note(f"{said}  (loses {table.loses:.1%} against the best K of every load)")
     if plot is not None:
-        from simulator.plots import save
+        from simulator.plots.look import save
         from simulator.plots.whatif import plot_surface
 
         note(f"wrote {save(plot_surface(surface), plot, title=name)}")

@@ -91,7 +91,6 @@ def capacity(
     from simulator.serving.arrivals import arrivals_of
     from simulator.targets import parse_targets
 
-    targets = parse_targets(slo)
     recording = inputs.load(
         chooses="capacity", plain=policies.plain, sizes={} if arrivals is None else None
     )
@@ -103,7 +102,7 @@ def capacity(
     table = inputs.priced(engine.captured(recording, largest), largest)
     base = Scenario(
         arrivals_of(rate, arrivals, process), limits, warmup=0.2, seed=seed,
-        replications=replications, router=engine.routing(2),
+        replications=replications, router=engine.routing(2), targets=parse_targets(slo),
     )  # fmt: skip
     for line in base.arrivals.remarks:
         remark(line)
@@ -113,7 +112,7 @@ def capacity(
     with only_writer(out) if out is not None else nullcontext():
         with working("simulating") as say:
             rows = plan(
-                recorded, table, chosen, base, rate, targets, rule=rule, requests=requests,
+                recorded, table, chosen, base, rate, rule=rule, requests=requests,
                 most=max_replicas, gpus=gpus, price=price, curve=plots is not None,
                 executor=executor, say=note, path=kept,
                 progress=lambda done, at: say(f"run {done}: {at}"),
@@ -127,7 +126,7 @@ def capacity(
     if plots is not None and not any(row["curve"] for row in rows):
         note("no policy meets the SLO at any load tried: nothing to draw")
     elif plots is not None:
-        from simulator.plots import save_all_kinds
+        from simulator.plots.look import save_all_kinds
         from simulator.plots.serving import assumption, plot_replicas
 
         label, figure = assumption(table, largest), plot_replicas(rows)

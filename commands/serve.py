@@ -33,6 +33,7 @@ from traces.store.writing import only_writer
 if TYPE_CHECKING:
     from simulator.executors import Executor
     from simulator.serving import Scenario
+    from simulator.targets import Targets
     from simulator.tune.gains import Leader, Span
     from traces.latency.table import LatencyTable
 
@@ -213,17 +214,17 @@ def serve(
     about its output length; such rows are approximate.
     """
     from simulator.chosen import load_serving_policies
-    from simulator.serving import ClosedLoop, Devices, Scenario, Timeline, sweep
+    from simulator.serving import ClosedLoop, Scenario, Timeline, sweep
     from simulator.serving.study import against_measured, shortfalls
     from simulator.tune.gains import interval_over_prompts
 
     recording = inputs.load(plain=settings is None and policies.plain, sizes=loads.sizes)
     recorded, table = recording.trace, recording.latency
     texts, rule = policies.alike(recording)
-    ttft_s, tpot_s = _targets(slo, ttft, tpot)
+    targets = _targets(slo, ttft, tpot)
     base = Scenario(
         ClosedLoop(1), engine.limits(table, mode, loads.arrive), requests, mode,  # type: ignore[arg-type]
-        Devices(interference or 0.0), ttft_target_s=ttft_s, tpot_target_s=tpot_s,
+        interference or 0.0, targets=targets,
         max_time_s=max_time, warmup=warmup, seed=seed, replications=replications,
         replicas=replicas, router=engine.routing(replicas),
     )  # fmt: skip
@@ -261,7 +262,7 @@ def serve(
     def printed() -> None:
         with working("serving resampled prompts, for intervals", alone=True):
             said = headline(rows, interval)
-        if math.isfinite(min(ttft_s, tpot_s)):
+        if targets.bound:
             said += within_slo(rows)
         note(f"{recording.said}: {said}")
         print_table(shown(rows))
@@ -296,20 +297,19 @@ def where(
     return options.chosen_executor(jobs, cluster)
 
 
-def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> tuple[float, float]:
-    """Return seconds of the two targets, infinite if none is named."""
-    from simulator.targets import parse_targets, parse_time
+def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> Targets:
+    """Return the targets named, or those that bound nothing."""
+    from simulator.targets import Targets, parse_targets, parse_time
 
     if slo is None:
         each = ((ttft, "--ttft"), (tpot, "--tpot"))
         ttft_s, tpot_s = (
             float("inf") if text is None else parse_time(text, option) for text, option in each
         )
-        return ttft_s, tpot_s
+        return Targets(ttft_s, tpot_s)
     if ttft is not None or tpot is not None:
         raise DraftsimError("--slo sets both targets: drop --ttft and --tpot")
-    targets = parse_targets(slo, share=False)
-    return targets.ttft_s, targets.tpot_s
+    return parse_targets(slo, share=False)
 
 
 @contextmanager
@@ -450,14 +450,13 @@ def within_slo(rows: Sequence[Row]) -> str:
 
     Empty if there is nothing to compare.
     """
-    from simulator.tune.gains import goodputs, is_closed
+    from simulator.tune.gains import best_within, goodputs, is_closed
 
     found, closed = goodputs(rows), is_closed(rows)
     said = []
     for load, pair in [*found.items()][:4]:
         (_, plain), (name, own) = pair.items()
-        more = three_digits(own) != three_digits(plain) and own > plain
-        answer = f"{name} serves more" if more else "no policy serves more"
+        answer = f"{name if best_within(pair) == name else 'no policy'} serves more"
         said.append(
             f"{_at(load, closed)} {answer} ({name} {three_digits(own)}, no speculation "
             f"{three_digits(plain)} requests/s)"

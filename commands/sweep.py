@@ -291,7 +291,7 @@ def _draw(
 
     ``assumed`` are the latencies that are taken to cost the same at every batch.
     """
-    from simulator.plots import save_all_kinds
+    from simulator.plots.look import save_all_kinds
     from simulator.plots.whatif import NOTHING, figures, tables_of
 
     drawn = figures(rows)
@@ -373,7 +373,7 @@ def _ladder(
     seed: int, plots: Path | None, json: str | None, out: Path | None,
 ) -> None:  # fmt: skip
     from simulator.chosen import load_policies, named, say_unfitted
-    from simulator.plots import save_all_kinds
+    from simulator.plots.look import save_all_kinds
     from simulator.plots.whatif import plot_ladder
     from simulator.unmeasured import said_free
     from simulator.whatif.ladder import ladder as climb

@@ -7,10 +7,13 @@ command of the same question would print.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import pandas as pd
@@ -44,6 +47,14 @@ if TYPE_CHECKING:
     from simulator.serving.scenario import Mode
 
 Acceptance = str | Sequence[float]
+Question = TypeVar("Question", bound=Callable[..., Any])
+KINDS: Mapping[str, tuple[str, Any]] = {
+    "int": ("a whole number", Integral), "float": ("a number", Real), "str": ("a text", str),
+    "bool": ("True or False", bool), "Path": ("a path", Path), "Mode": ("a text", str),
+    "Trace": ("a Trace", Trace), "LatencyTable": ("a LatencyTable", LatencyTable),
+    "None": ("None", type(None)),
+}  # fmt: skip
+"""Annotations of arguments that are checked: in words, and as types."""
 DEFAULT_TRACE = Defaulted(recordings.DEFAULT_TRACE)
 """The default recording: its type tells that the caller named none."""
 
@@ -96,8 +107,8 @@ class Served:
         A row for each load and policy, with the columns of ``draftsim serve`` (docs/formats.md).
     best:
         For each concurrency the policy with the highest throughput; for each request rate the one
-        with the lowest mean end-to-end latency; ``autoregressive`` if none is faster, None if
-        nothing was served.
+        with the lowest mean end-to-end latency; with ``slo``, for each load the one with the
+        highest goodput.  ``autoregressive`` if none is better, None if nothing was served.
     notes:
         Remarks on what the simulation leaves out or assumes.
     """
@@ -186,6 +197,33 @@ class Study:
         return drawn[min(drawn, key=lambda name: not name.startswith("map_"))]
 
 
+def checked(question: Question) -> Question:
+    """Return `question` such that an argument unlike its annotation is refused in one line.
+
+    A path given for a name counts as its text.  Other annotations than those of `KINDS`, such as
+    axes, are left to the question.
+    """
+    signature = inspect.signature(question)
+
+    @wraps(question)
+    def asked(*given: Any, **named: Any) -> Any:
+        bound = signature.bind(*given, **named)
+        for name, value in bound.arguments.items():
+            expected = str(signature.parameters[name].annotation).split(" | ")
+            if not set(expected) <= set(KINDS):
+                continue
+            kinds = tuple(KINDS[kind][1] for kind in expected)
+            if isinstance(value, Path) and Path not in kinds and str in kinds:
+                bound.arguments[name] = str(value)
+            elif not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                words = " or ".join(dict.fromkeys(KINDS[kind][0] for kind in expected))
+                raise DraftsimError(f"{name} is {value!r}, expected {words}")
+        return question(*bound.args, **bound.kwargs)
+
+    return cast("Question", asked)
+
+
+@checked
 def predict(
     trace: str | Trace = DEFAULT_TRACE,
     latency: str | LatencyTable | None = None,
@@ -260,6 +298,7 @@ def predict(
     return Prediction(pd.DataFrame(rows), best, tuple(notes), prefill)
 
 
+@checked
 def serve(
     trace: str | Trace = DEFAULT_TRACE,
     latency: str | LatencyTable | None = None,
@@ -320,8 +359,8 @@ def serve(
     from simulator.serving import ClosedLoop, Scenario, sweep
     from simulator.serving.scenario import engine_limits
     from simulator.serving.study import limits_met, over_loads, shortfalls
-    from simulator.targets import parse_targets
-    from simulator.tune.gains import leaders
+    from simulator.targets import Targets, parse_targets
+    from simulator.tune.gains import best_within, goodputs, leaders
     from simulator.unmeasured import said_served
 
     notes: list[str] = []
@@ -337,11 +376,8 @@ def serve(
     )  # fmt: skip
     base = Scenario(
         ClosedLoop(1), limits, requests, mode, seed=seed, replications=replications,
-        replicas=replicas,
+        replicas=replicas, targets=Targets() if slo is None else parse_targets(slo, share=False),
     )  # fmt: skip
-    if slo is not None:
-        targets = parse_targets(slo, share=False)
-        base = replace(base, ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s)
     scenarios = over_loads(base, measured, concurrency=concurrency, rate=rate, arrivals=arrivals)
     notes += [*scenarios[0].arrivals.remarks, *shortfalls(scenarios)]
     largest = max(scenario.largest_batch for scenario in scenarios)
@@ -356,9 +392,16 @@ def serve(
         one.load: None if not one.served else one.policy if one.policy and one.ratio > 1 else PLAIN
         for one in leaders(rows)
     }
+    if slo is not None:
+        known = goodputs(rows)
+        best = {
+            load: one and (best_within(known[load]) if load in known else PLAIN)
+            for load, one in best.items()
+        }
     return Served(pd.DataFrame(rows), best, tuple(notes))
 
 
+@checked
 def plan(
     trace: str | Trace = DEFAULT_TRACE,
     latency: str | LatencyTable | None = None,
@@ -430,14 +473,15 @@ def plan(
     measured.check_sizes("target", "forward", limits.max_batch, 1)
     table = recording.in_graphs(None, limits.max_batch).priced(limits.max_batch)
     base = Scenario(
-        arrivals_of(rate, arrivals), limits, warmup=0.2, seed=seed, replications=replications
-    )
+        arrivals_of(rate, arrivals), limits, warmup=0.2, seed=seed, replications=replications,
+        targets=targets,
+    )  # fmt: skip
     notes += base.arrivals.remarks
     chosen = load_serving_policies(
         policies, recording.trace, table, largest=limits.max_batch, say=notes.append
     )
     rows = capacity.plan(
-        recording.trace, table, chosen, base, rate, targets, rule=rule, requests=requests,
+        recording.trace, table, chosen, base, rate, rule=rule, requests=requests,
         most=max_replicas, gpus=gpus, price=price, curve=curve, executor=Local(),
     )  # fmt: skip
     notes += said_served(rows)
@@ -446,6 +490,7 @@ def plan(
     return Plan(pd.DataFrame(rows), best, tuple(notes))
 
 
+@checked
 def sweep(
     trace: str | Trace = DEFAULT_TRACE,
     latency: str | LatencyTable | None = None,
@@ -520,7 +565,7 @@ def sweep(
     tables = recording.swept(ratios, max(sizes, default=1))
     if devices:
         check_carried(recording.source, recording.recordings)
-    names = tuple(find_device(name).name for name in devices)
+    names = tuple(find_device(str(name)).name for name in devices)
     prices = Prices(ratios, tables, [None] if contexts is None else contexts, verify_ratio, names)
     chosen = swept_policies(_listed(policies), lengths, recording.trace, notes.append)
     study = Sweep(

@@ -19,7 +19,7 @@ import numpy as np
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
 from simulator.executors import Cluster, Executor, Local
-from simulator.formulas.bounds import require
+from simulator.formulas.general import require
 from simulator.serving.arrivals import ArrivalFile
 from simulator.serving.outcome.report import t_interval
 from simulator.serving.outcome.results import ResultsFile, restored
@@ -27,7 +27,6 @@ from simulator.serving.routers import describe_router
 from simulator.serving.run import Policy, simulate
 from simulator.serving.scenario import Scenario
 from simulator.serving.study import ServingRunner, break_even_load, over_rates
-from simulator.targets import Targets
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -56,21 +55,17 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PointRunner:
-    """All inputs of a point; `base` holds the arrivals, the engine and the router."""
+    """All inputs of a point; `base` holds the arrivals, the engine, the router and the targets."""
 
     trace: Trace
     latency: LatencyTable
     policies: Mapping[str, Policy]
     base: Scenario
-    targets: Targets
     rule: VerifyRule | None = None
 
     def scenario(self, point: Point) -> Scenario:
         """Return what is served at `point`."""
-        at = replace(
-            self.base, replicas=point.replicas, requests=point.requests, replications=1,
-            ttft_target_s=self.targets.ttft_s, tpot_target_s=self.targets.tpot_s,
-        )  # fmt: skip
+        at = replace(self.base, replicas=point.replicas, requests=point.requests, replications=1)
         [served] = over_rates(at, [point.rate])
         file = served.arrivals
         if point.rate == EMPTY_RATE and isinstance(file, ArrivalFile):
@@ -92,22 +87,18 @@ class PointRunner:
         within = run.within(kept)
         late = kept["index"] >= (recorder.skip + recorder.expected) / 2
         taken = len(within) / (len(within) + run.missed) if len(within) else 0.0
-        window = recorder.window
         return {
             **point._asdict(),
             "within": float(within.mean()) * taken if len(within) else 0.0,
             "within_late": float(within[late].mean()) * taken if late.any() else 0.0,
-            "span_s": window.end_s - window.start_s,
+            "span_s": recorder.end_s - recorder.start_s,
             "throughput_tok_s": row["throughput_tok_s"] * point.replicas / run.replicas,
             **{name: row[name] for name in KEPT},
         }  # fmt: skip
 
     def key(self) -> str | None:
         """Return a digest of everything that a point's result depends on."""
-        scenario = replace(
-            self.base, ttft_target_s=self.targets.ttft_s, tpot_target_s=self.targets.tpot_s
-        )
-        return ServingRunner(self.trace, self.latency, self.policies, [scenario], self.rule).key()
+        return ServingRunner(self.trace, self.latency, self.policies, [self.base], self.rule).key()
 
 
 @dataclass
@@ -115,7 +106,8 @@ class PointVerdict:
     """Replications of one point."""
 
     outcomes: Sequence[Mapping[str, Any]]
-    targets: Targets
+    share: float
+    """Share of the requests that must be within the SLO."""
     within: float = field(init=False)
     """Share of requests within the SLO, mean over replications."""
     low: float = field(init=False)
@@ -130,7 +122,7 @@ class PointVerdict:
     def kept(self) -> bool:
         """Return True if enough requests are within the SLO, and the replicas keep up."""
         overloaded = sum(o["overloaded"] for o in self.outcomes)
-        return self.within >= self.targets.share and 2 * overloaded < len(self.outcomes)
+        return self.within >= self.share and 2 * overloaded < len(self.outcomes)
 
     @property
     def too_short(self) -> str:
@@ -144,7 +136,7 @@ class PointVerdict:
             )
         late = t_interval([o["within_late"] for o in self.outcomes])
         bound = late[2] if math.isfinite(late[2]) else late[0]
-        if self.kept and bound < self.targets.share:
+        if self.kept and bound < self.share:
             return f"{late[0]:.1%} of the later half meet the SLO: the queue still grows"
         return ""
 
@@ -195,6 +187,7 @@ class Points:
         """
         found: dict[str, Found] = {}
         answers: Any = dict.fromkeys(searches)  # None begins a search
+        share = self.runner.base.targets.share
         while answers:
             asked: dict[str, Sequence[Point]] = {}
             for name, verdict in answers.items():
@@ -204,7 +197,7 @@ class Points:
                     found[name] = end.value
             self._answer([point for points in asked.values() for point in points])
             answers = {
-                name: PointVerdict([self._known[point] for point in points], self.runner.targets)
+                name: PointVerdict([self._known[point] for point in points], share)
                 for name, points in asked.items()
             }
         return found
@@ -372,7 +365,7 @@ def find_answer(
     count = yield from _asked(fewest(guess, most), points, verdicts)
     if count is None:
         return Answer(verdicts[most], None)
-    share = verdicts[count].targets.share
+    share = verdicts[count].share
     low: int | None = None
     high: int | None = None
     if math.isfinite(verdicts[count].low):
@@ -475,6 +468,7 @@ def plan_rows(
     """
     plain = next((n for n, p in runner.policies.items() if type(p) is Autoregressive), None)
     others = None if plain is None else answers[plain].replicas
+    targets = runner.base.targets
     rows = []
     for name, found in answers.items():
         verdict, count = found.verdict, found.replicas
@@ -483,8 +477,8 @@ def plan_rows(
         rows.append({
             "policy": name, "verify": outcomes[0]["verify"], "source": outcomes[0]["source"],
             "router": describe_router(runner.base.router), "rate": rate,
-            "ttft_target_s": runner.targets.ttft_s, "tpot_target_s": runner.targets.tpot_s,
-            "share": runner.targets.share, "replicas": count,
+            "ttft_target_s": targets.ttft_s, "tpot_target_s": targets.tpot_s,
+            "share": targets.share, "replicas": count,
             "replicas_lo": found.low, "replicas_hi": found.high,
             "within_targets": verdict.within, "within_targets_lo": verdict.low,
             "within_targets_hi": verdict.high, "within_alone": starts[name].alone.within,
@@ -550,17 +544,17 @@ RATES = 6
 
 def plan(
     trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy], base: Scenario,
-    rate: float | None, targets: Targets, *, rule: VerifyRule | None = None,
+    rate: float | None, *, rule: VerifyRule | None = None,
     requests: int | None = None, most: int = 1024, gpus: int = 1, price: float | None = None,
     curve: bool = False, executor: Executor | None = None, path: str | Path | None = None,
     progress: Progress | None = None, say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the fewest replicas that meet `targets` at `rate` requests/s, a row per policy.
+    """Return the fewest replicas that meet the SLO at `rate` requests/s, a row per policy.
 
     Parameters
     ----------
     base:
-        Kind of arrivals, engine, router, seed and number of replications.
+        Kind of arrivals, engine, router, targets, seed and number of replications.
     rate:
         Offered load; None: that of the arrivals.
     requests:
@@ -599,7 +593,7 @@ def plan(
     require("--gpus", gpus, 1)
     if price is not None and not 0 <= price < math.inf:
         raise DraftsimError(f"--price is {price}, expected dollars an hour, 0 or more")
-    runner = PointRunner(trace, latency, policies, base, targets, rule)
+    runner = PointRunner(trace, latency, policies, base, rule)
     whole_file = isinstance(base.arrivals, ArrivalFile) and requests is None
     key = runner.key() if path is not None else None
     file = ResultsFile(path, command="capacity", key=key, say=say) if path is not None else None

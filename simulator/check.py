@@ -21,17 +21,8 @@ from policies.arrays import Ints
 from policies.lengths.basic import Fixed
 from simulator.aggregate.acceptance import emitted_of_rate
 from simulator.bootstrap import RatioEstimate, ratio_of_sums
-from simulator.formulas import (
-    batching,
-    dsi,
-    gammatune,
-    general,
-    leviathan,
-    magicdec,
-    pearl,
-    specbound,
-)
-from simulator.formulas.bounds import require
+from simulator.formulas import batching, gammatune, general, leviathan, parallel, specbound
+from simulator.formulas.general import require
 from simulator.pricing import autoregressive, price
 from simulator.whatif.tilt import acceptance
 from traces.acceptance.synthetic import synthetic_trace
@@ -237,7 +228,7 @@ def _general(replays: _Replays) -> Iterator[Row]:
         tokens, measured = leviathan.expected_tokens(a, g), replays.speedup(a, g, c, v)
         yield "speedup with T_verify", where, general.speedup(tokens, g, 1.0, c, v), measured
         slower = RatioEstimate(1 / measured.value, measured.standard_error / measured.value**2)
-        closed = magicdec.time_ratio(tokens, g, 1.0, c, v)
+        closed = batching.time_ratio(tokens, g, 1.0, c, v)
         yield "MagicDec eq. 4", where, closed, slower
         log, trace = replays.log(a, g), replays.trace(a)
         runs = trace.run_lengths[log.rounds["position"]]
@@ -315,7 +306,7 @@ def _pearl(replays: _Replays) -> Iterator[Row]:
     for a, g in ((0.8, 5), (0.6, 3), (0.9, 8), (0.5, 1), (0.0, 4)):
         simulated = ratio_of_sums(*pearl_cycles(replays.trace(a).run_lengths.tolist(), g))
         where = f"alpha={a} gamma={g}"
-        yield "PEARL tokens per step", where, pearl.tokens_per_step(a, g), simulated
+        yield "PEARL tokens per step", where, parallel.tokens_per_step(a, g), simulated
 
 
 def _dsi(replays: _Replays) -> Iterator[Row]:
@@ -326,10 +317,15 @@ def _dsi(replays: _Replays) -> Iterator[Row]:
         runs = trace.run_lengths.reshape(outputs, length)
         where = f"alpha={a} lookahead={k} draft/target={c} tokens={length}"
         measured = ratio_of_sums([dsi_latency(r.tolist(), k, c) for r in runs], np.ones(outputs))
-        yield "DSI distributed latency", where, dsi.distributed_latency(length, a, k, c), measured
+        yield (
+            "DSI distributed latency",
+            where,
+            parallel.distributed_latency(length, a, k, c),
+            measured,
+        )
         rounds = replay(trace, Fixed(k), first=0)
         spent = price(rounds, LatencyTable.constant(1.0, c)).decode_s
-        closed = dsi.sequential_latency(length, a, k, c)
+        closed = parallel.sequential_latency(length, a, k, c)
         yield "DSI sequential latency", where, closed, ratio_of_sums(spent, np.ones(outputs))
         plain = price(autoregressive(rounds), LatencyTable.constant(1.0, c)).decode_s
         yield "DSI plain latency", where, float(length), ratio_of_sums(plain, np.ones(outputs))

@@ -14,10 +14,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from contextvars import ContextVar
-from multiprocessing import parent_process
-from typing import Any, NoReturn, Protocol, Self, TypeVar
+from multiprocessing import get_context, parent_process
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol, Self, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -256,26 +257,39 @@ def results_of(
     queue = os.memfd_create("parts")
     os.write(queue, b"".join(i.to_bytes(NUMBER, "big") for i in range(len(parts))))
     os.lseek(queue, 0, os.SEEK_SET)
-    started: list[_Helper] = []
+    started: list[tuple[BaseProcess, io.FileIO]] = []
     within = _in_part.set(True)
+    # New processes hold back what stops them until they have decided what it does there.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         for _ in range(helpers):
-            try:
-                started.append(_Helper(parts, queue, shared))
-            except OSError:
-                break  # no room for another process
+            file = io.FileIO(os.memfd_create("results"), "r+")
+            given = os.getpid(), parts, queue, file, shared
+            helper = get_context("fork").Process(target=_help, args=given)
+            with suppress(OSError):  # no room for another process
+                helper.start()
+                started.append((helper, file))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         found: dict[int, Any] = {}
         for place, result in _taken(parts, queue):
             found[place] = result
             # The place in the file is one for all processes.
             progress(os.lseek(queue, 0, os.SEEK_CUR) // NUMBER, len(parts))
-        for helper in started:
-            found |= helper.results(shared)
+        for process, file in started:
+            process.join()
+            file.seek(0)
+            packed = io.BytesIO(file.readall())
+            with suppress(EOFError, pickle.UnpicklingError):  # all are read, or it was killed
+                while True:
+                    found |= [_Unpacker(packed, shared).load()]
         progress(len(parts), len(parts))  # others may have taken them all
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         _in_part.reset(within)
-        for helper in started:
-            helper.end()
+        for process, file in started:
+            process.kill()
+            process.join()
+            file.close()
         os.close(queue)
     return [found[i] if i in found else part() for i, part in enumerate(parts)]
 
@@ -287,58 +301,19 @@ def _may_fork() -> bool:
     return threading.active_count() == 1 and parent_process() is None
 
 
-class _Helper:
-    """A process forked off this one, which takes parts until none is left."""
-
-    def __init__(self, parts: Parts, queue: int, shared: Sequence[object]) -> None:
-        self.file = io.FileIO(os.memfd_create("results"), "r+")
-        owner = os.getpid()
-        # They wait until it is decided what they do there.
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            self.process = os.fork()
-            if self.process == 0:
-                self._help(owner, parts, queue, shared)
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-    def _help(self, owner: int, parts: Parts, queue: int, shared: Sequence[object]) -> NoReturn:
-        try:
-            # It ends without a word: the process that it belongs to has the last one.
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-            for found in _taken(parts, queue):
-                if os.getppid() != owner:
-                    break  # the rest is not asked for
-                packed = io.BytesIO()
-                try:
-                    _Packer(packed, shared).dump(found)
-                except Exception:
-                    continue  # no result to hand over: the part is done again
-                self.file.write(packed.getbuffer())
-        finally:
-            os._exit(0)  # nothing of what the other process would do at its end
-
-    def results(self, shared: Sequence[object]) -> dict[int, Any]:
-        """Wait for the end, and return the complete results by the places of their parts."""
-        os.waitpid(self.process, 0)
-        self.process = 0
-        self.file.seek(0)
-        packed, found = io.BytesIO(self.file.readall()), dict[int, Any]()
-        while True:
-            try:
-                place, result = _Unpacker(packed, shared).load()
-            except (EOFError, pickle.UnpicklingError):
-                return found
-            found[place] = result
-
-    def end(self) -> None:
-        """End it, wherever it is."""
-        if self.process:
-            os.kill(self.process, signal.SIGKILL)
-            os.waitpid(self.process, 0)
-        self.file.close()
+def _help(owner: int, parts: Parts, queue: int, file: io.FileIO, shared: Sequence[object]) -> None:
+    """Take parts until none is left, and write their places and results to `file`."""
+    # It ends without a word: the process that it belongs to has the last one.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    for found in _taken(parts, queue):
+        if os.getppid() != owner:
+            return  # the rest is not asked for
+        packed = io.BytesIO()
+        with suppress(Exception):  # no result to hand over: the part is done again
+            _Packer(packed, shared).dump(found)
+            file.write(packed.getbuffer())
 
 
 def _taken(parts: Parts, queue: int) -> Iterator[tuple[int, Any]]:

@@ -59,11 +59,9 @@ from traces.sources.replay import check_layers, replay_source
 from traces.store.outputs import Quality, RealRun, find_run, quality
 
 RECORD = "`draftsim profile --exit-layers`"
-UNTIMED = "measures their latencies"
-"""Ends what is said of a system whose passes have no cells."""
-OTHER_LAYERS = "its rounds ran layers of another target"
-FEW = 3
-"""Systems that are still named one by one where they are missing."""
+UNREPLAYED, UNTIMED = "that this recording cannot replay", "without measured passes"
+OTHER_LAYERS = "that ran layers of another target"
+"""Reasons for which a method is not listed."""
 
 
 def load_source_policies(
@@ -114,17 +112,15 @@ def replay_systems(
     missing: dict[str, str] = {}
     for name in names:
         source = parse_source(SYSTEMS[name].source)
-        by = source.record
         try:
             if not all(latency.has(*call) for call in source.calls):
                 # What could not be priced is not replayed; what it lacks first is said first.
                 source.check(trace, recordings, trace.first)
-                missing[name] = f"{by} {UNTIMED}"
+                missing[name] = UNTIMED
                 continue
             logs = replay_system(name, trace, recordings)
-        except DraftsimError as error:
-            text = str(error)
-            missing[name] = f"{by} records them" if by in text else text
+        except DraftsimError:
+            missing[name] = UNREPLAYED
             continue
         try:
             for log in logs:
@@ -134,7 +130,7 @@ def replay_systems(
             continue
         measured = [log for log in logs if is_measured(log, latency)]
         if len(measured) < len(logs):
-            missing[name] = f"{by} {UNTIMED}"
+            missing[name] = UNTIMED
         found += measured
     return found, missing
 
@@ -143,19 +139,12 @@ def in_listed_order(
     logs: Sequence[RoundLog], reasons: Mapping[str, str], say: Say
 ) -> list[RoundLog]:
     """Return the logs in the systems' order; `say` is told what is missing, and the reasons."""
-    missing = [name for name in SYSTEMS if name in reasons]
-    untimed = [name for name in missing if reasons[name].endswith(UNTIMED)]
-    layers = [name for name in missing if reasons[name] == OTHER_LAYERS]
-    if 0 < len(missing) <= FEW:
-        say(f"not listed: {'; '.join(f'{name} ({reasons[name]})' for name in missing)}")
-    elif missing:
-        absent = [name for name in missing if name not in (*untimed, *layers)]
-        counts = [
-            f"{len(names)} method{'s' * (len(names) > 1)} {what}" for names, what in (
-                (layers, "that ran layers of another target"),
-                (absent, "without recorded drafts"), (untimed, "without measured passes"),
-            ) if names
-        ]  # fmt: skip
+    lacking = Counter(reasons.values())
+    counts = [
+        f"{counted(lacking[what], 'method')} {what}"
+        for what in (OTHER_LAYERS, UNREPLAYED, UNTIMED) if lacking[what]
+    ]  # fmt: skip
+    if counts:
         say(
             f"not listed: {' and '.join(counts)}: {RECORD} records and times other sources, "
             "lookups among them; --policy NAME says what one of them lacks"

@@ -540,42 +540,35 @@ def check_models(
         differ = [role for role in roles if same[role] is False]
         whose = " + ".join(filter(None, map(model_label, said.values())))
         told = same["target"] is not None or table.is_constant
+        given = label == GIVEN  # an object, which no option names
+        named = label if given else f"--latency {label}"
+        unnamed = f"{'do not name their' if given else 'does not name its'} models"
         if differ:
             other = f"{' and '.join(differ)} {'differ' if len(differ) > 1 else 'differs'}"
             if option is not None:
-                if label == GIVEN:
-                    raise DraftsimError(
-                        f"{label}: the {other} from the default recording's, {name} ({pair}): name "
-                        "the recording to draft from"
-                    )
-                remedy = f"name the recording to draft from, {option} {label}"
-                if not _has_trace(label):
+                remedy = "name the recording to draft from" + (
+                    "" if given else f", {option} {label}"
+                )
+                if not given and not _has_trace(label):
                     remedy = (
                         "add an acceptance: --acceptance 0.72,0.50,0.33 from your server's log, or "
                         f"{option} {name} to borrow that pair's"
                     )
                 raise DraftsimError(
-                    f"--latency {label}: the {other} from the default recording's, {name} "
-                    f"({pair}): {remedy}"
+                    f"{named}: the {other} from the default recording's, {name} ({pair}): {remedy}"
                 )
             costs.append(f"{label} ({whose}: the {other})")
         elif option is not None and known["target"] and not (told and said["target"]):
             if not table.is_constant:
-                if label == GIVEN:
-                    raise DraftsimError(
-                        f"{label} do not name their models, and the default recording {name} is of "
-                        f"{pair}: name the recording whose acceptance fits"
-                    )
                 raise DraftsimError(
-                    f"--latency {label} does not name its models, and the default recording {name} "
-                    f"is of {pair}: name the recording whose acceptance fits, {option} RUN "
+                    f"{named} {unnamed}, and the default recording {name} is of {pair}: name the "
+                    "recording whose acceptance fits" + ("" if given else f", {option} RUN "
                     f"(`draftsim import` makes one from a server's log; {option} {name} is the "
-                    "default)"
-                )
-            costs.append(label + (f"; {option} names another recording" * (label != GIVEN)))
+                    "default)")
+                )  # fmt: skip
+            costs.append(label + ("" if given else f"; {option} names another recording"))
         elif known["target"] and not told:
-            its = "do not name their" if label == GIVEN else "does not name its"
-            costs.append(f"{label}, which {its} models")
+            costs.append(f"{label}, which {unnamed}")
     if costs:
         whose = name.removeprefix("acceptance of ")
         say(f"acceptance of {whose} ({pair}) at the costs of {', '.join(costs)}")

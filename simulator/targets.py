@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from traces.errors import DraftsimError
 
@@ -31,7 +32,7 @@ class Targets:
     Raises
     ------
     DraftsimError
-        For impossible values, or if neither time is bounded.
+        For impossible values.
     """
 
     ttft_s: float = math.inf
@@ -44,8 +45,15 @@ class Targets:
                 raise DraftsimError(f"{name} is {getattr(self, name)}, expected > 0 seconds")
         if not 0 < self.share <= 1:
             raise DraftsimError(f"share is {self.share}, expected above 0, at most 1")
-        if math.isinf(self.ttft_s) and math.isinf(self.tpot_s):
-            raise DraftsimError("the targets bound nothing: give ttft, tpot or both")
+
+    @property
+    def bound(self) -> bool:
+        """True if a time is bounded."""
+        return math.isfinite(min(self.ttft_s, self.tpot_s))
+
+    def met(self, ttft_s: Any, tpot_s: Any) -> Any:
+        """Return which requests met both bounds; NaN seconds per token, of one token, do."""
+        return (ttft_s <= self.ttft_s) & ~(tpot_s > self.tpot_s)
 
     def __str__(self) -> str:
         """Return the bounds in words, as in ``TTFT 200 ms and TPOT 30 ms``."""
@@ -84,9 +92,12 @@ def parse_targets(text: str, *, share: bool = True) -> Targets:
         where = f"--slo {text}: {name}"
         found[NAMES[name]] = _share(value, where) if name == "p" else parse_time(value, where)
     try:
-        return Targets(**found)
+        targets = Targets(**found)
     except DraftsimError as error:
         raise DraftsimError(f"--slo {text}: {error}") from None
+    if not targets.bound:
+        raise DraftsimError(f"--slo {text}: the targets bound nothing: give ttft, tpot or both")
+    return targets
 
 
 def parse_time(text: str, where: str) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from simulator.formulas.bounds import require
+from simulator.formulas.general import require
 from tests.serving import table_of
 from traces.acceptance.trace import Request, Trace
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from policies import Autoregressive, BatchPolicy, DraftPolicy, Fixed, GammaTune,
 from policies.core import DraftToken, Load
 from policies.registry import is_bound
 from simulator.chosen import load_policies, load_serving_policies
-from simulator.serving import ClosedLoop, Devices, Scenario
+from simulator.serving import ClosedLoop, Scenario
 from simulator.serving.study import over_loads
 from simulator.tune.search import Search
 from simulator.whatif.tuning import tuned_rows
@@ -269,6 +270,23 @@ def test_a_policy_that_finished_nothing_is_never_the_best(monkeypatch: pytest.Mo
     assert found.best == {1.0: "c", 2.0: None}
 
 
+def test_with_targets_the_best_serves_most_within_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(within: float, *given: Any, **options: Any) -> list[dict[str, Any]]:
+        served = (("autoregressive", 1.0, 0.30), ("a", 0.5, 0.20), ("b", 0.9, within))
+        return [
+            {"policy": name, "rate": 1.0, "concurrency": None, "latency_ratio": ratio,
+             "goodput_req_s": goodput, "throughput_tok_s": 1.0, "overloaded": False, "rejected": 0,
+             "preemptions": 0, "extrapolated": 0, "unpriced": []}
+            for name, ratio, goodput in served
+        ]  # fmt: skip
+
+    for within, best in ((0.40, "b"), (0.25, "autoregressive"), (0.3001, "autoregressive")):
+        monkeypatch.setattr("simulator.serving.sweep", partial(rows, within))
+        asked = {"policies": ["fixed:gamma=1"], "rate": [1.0]}
+        assert draftsim.serve(**asked, slo="ttft=1").best == {1.0: best}
+        assert draftsim.serve(**asked).best == {1.0: "a"}
+
+
 def test_plan_gives_the_fewest_replicas() -> None:
     trace, latency = synthetic_trace(0.7, requests=8, tokens=20), LatencyTable.constant(0.01, 0.001)
     found = draftsim.plan(
@@ -351,7 +369,7 @@ def loads(**given: Any) -> object:
         ("serve --scale 2", lambda: loads(scale=[2.0])),
         ("serve --batch 2 --process poisson", lambda: loads(concurrency=[2], process="poisson")),
         ("serve --rate 1 --process bursty", lambda: loads(rate=[1.0], process="bursty")),
-        ("serve --interference 0.5", lambda: Scenario(ClosedLoop(1), devices=Devices(0.5))),
+        ("serve --interference 0.5", lambda: Scenario(ClosedLoop(1), interference=0.5)),
         ("serve --mode pearl --batch 4", lambda: draftsim.serve(mode="pearl", concurrency=[4])),
         (f"serve --mode pearl --trace {HEAD}", lambda: draftsim.serve(HEAD, mode="pearl")),
         ("serve --mode static-mean --policy goodput --batch 2",
@@ -423,7 +441,7 @@ def test_arguments_may_be_of_any_kind_of_sequence() -> None:
     )
     assert list(served.best) == [1, 2]
     asked = (name for name in SOME)
-    predicted = draftsim.predict("bundled", policies=asked, resamples=20).table
+    predicted = draftsim.predict(Path("bundled"), policies=asked, resamples=np.int64(20)).table
     assert list(predicted["policy"]) == ["autoregressive", *SOME, "fixed:gamma=2"]
 
 
@@ -437,8 +455,15 @@ def test_arguments_may_be_of_any_kind_of_sequence() -> None:
         (lambda: draftsim.sweep(c=["0.1"]), "c holds '0.1', expected numbers"),
         (lambda: draftsim.sweep(c=[0.1], seed=-1), "seed is -1, expected >= 0"),
         (lambda: draftsim.sweep(policies=[Fixed(3)]), "a sweep takes policies by name"),
+        (lambda: draftsim.serve(requests=2.5), "^requests is 2.5, expected a whole number or None"),
+        (lambda: draftsim.serve(seed=None), "^seed is None, expected a whole number$"),
+        (lambda: draftsim.serve(replicas=True), "^replicas is True, expected a whole number$"),
+        (lambda: draftsim.predict(latency=["bundled"]),
+         r"^latency is \['bundled'\], expected a text or a LatencyTable or None$"),
+        (lambda: draftsim.plan(slo=0.2, rate=1.0), "^slo is 0.2, expected a text$"),
+        (lambda: draftsim.sweep(gpus=[80]), "80"),
     ],
-)
+)  # fmt: skip
 def test_impossible_arguments_are_told(call: Callable[[], object], message: str) -> None:
     with pytest.raises(draftsim.DraftsimError, match=message):
         call()

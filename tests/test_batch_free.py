@@ -8,7 +8,7 @@ import pytest
 
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.pricing import autoregressive, price
-from simulator.serving import ClosedLoop, Limits, Scenario, serve
+from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.whatif.batching import InBatches
 from tests.conftest import Run
 from tests.serving import table_of
@@ -46,11 +46,11 @@ def test_every_way_of_asking_for_a_batch_is_refused(table: LatencyTable) -> None
     with pytest.raises(DraftsimError, match="batch 1 alone"):
         InBatches(log, 4, resamples=2).at_latency(table)
     with pytest.raises(DraftsimError, match="profile --batch"):
-        serve(trace(), table, {"fixed": Fixed(3)}, scenario)
+        simulate(trace(), table, Fixed(3), scenario)
     assert price(log, table).total_s > 0
     # One sequence at a time is known.
     alone = Scenario(ClosedLoop(1), Limits(max_batch=1), 6)
-    [row] = serve(trace(), table, {"fixed": Fixed(3)}, alone).rows()
+    row = simulate(trace(), table, Fixed(3), alone).row()
     assert row["fidelity"] == "exact"
 
 
@@ -61,14 +61,14 @@ def test_an_assumption_is_answered_and_named(table: LatencyTable) -> None:
     log = replay(trace(), Fixed(3))
     assert price(log, free, batch=4).total_s == pytest.approx(price(log, free).total_s)
     scenario = Scenario(ClosedLoop(4), Limits(max_batch=4), 6)
-    [row] = serve(trace(), free, {"plain": Autoregressive()}, scenario).rows()
+    row = simulate(trace(), free, Autoregressive(), scenario).row()
     assert BATCH_FREE_SAID in row["unpriced"]
     assert row["fidelity"] == "approximate"
     # What was measured at batches is never called assumed.
     several = measured((1, 8))
     assert several.assumed_batch_free() is several
     assert several.said_batch_free(8) == ""
-    [row] = serve(trace(), several, {"plain": Autoregressive()}, scenario).rows()
+    row = simulate(trace(), several, Autoregressive(), scenario).row()
     assert BATCH_FREE_SAID not in row["unpriced"]
 
 

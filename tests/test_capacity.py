@@ -7,7 +7,6 @@ import math
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,11 +73,9 @@ def test_the_fewest_replicas_are_those_of_queueing_theory(rate: float) -> None:
     targets = Targets(ttft_s=6.0, share=0.9)
     base = Scenario(
         Poisson(1.0), Limits(max_batch=1, token_budget=1 << 30), warmup=0.2, replications=6,
-        router=RandomSplit(),
+        router=RandomSplit(), targets=targets,
     )  # fmt: skip
-    [row] = plan(
-        trace, SERVICE, {"autoregressive": Autoregressive()}, base, rate, targets, requests=3000
-    )
+    [row] = plan(trace, SERVICE, {"autoregressive": Autoregressive()}, base, rate, requests=3000)
     each = queues.rate_within(6.0, 0.9, 1.0)
     # The share is known to about 2 points, and falls by 0.6 for one more request a second.
     assert row["rate_per_replica"] == pytest.approx(each, rel=0.15)
@@ -93,9 +90,11 @@ def test_the_share_within_a_target_has_the_standard_error_that_it_claims() -> No
     each = queues.rate_within(6.0, 0.9, 1.0)
     jobs = exponential(np.random.default_rng(6), 4000)
     trace = one_token_jobs(np.rint(jobs / jobs.mean() / PER_TOKEN_S).astype(int))
-    base = Scenario(Poisson(1.0), Limits(1, token_budget=1 << 30), warmup=0.2, router=RandomSplit())
-    targets = Targets(ttft_s=6.0, share=0.9)
-    bench = PointRunner(trace, SERVICE, {"a": Autoregressive()}, base, targets)
+    base = Scenario(
+        Poisson(1.0), Limits(1, token_budget=1 << 30), warmup=0.2, router=RandomSplit(),
+        targets=Targets(ttft_s=6.0, share=0.9),
+    )  # fmt: skip
+    bench = PointRunner(trace, SERVICE, {"a": Autoregressive()}, base)
     shares = [bench.run(Point("a", 3, 3 * each, 4000, r))["within"] for r in range(12)]
     error = float(np.std(shares, ddof=1) / math.sqrt(len(shares)))
     assert error < 0.02
@@ -107,9 +106,9 @@ def test_loose_targets_end_at_what_is_served_at_once(requests: int | None) -> No
     """Batches that cost no more than one; where one takes in every request, no rate is too much."""
     at_once, alone_s = 100, 40 * 0.02
     base = Scenario(Poisson(1.0), Limits(max_batch=at_once, token_budget=1 << 30), warmup=0.2,
-                    replications=2)  # fmt: skip
+                    replications=2, targets=Targets(tpot_s=9.0))  # fmt: skip
     plain = {"autoregressive": Autoregressive()}
-    rows = plan(TRACE, LATENCY, plain, base, 10.0, Targets(tpot_s=9.0), requests=requests,
+    rows = plan(TRACE, LATENCY, plain, base, 10.0, requests=requests,
                 curve=True)  # fmt: skip
     said = " ".join(remarks(rows))
     assert rows[0]["replicas"] == 1
@@ -129,10 +128,10 @@ def test_loose_targets_end_at_what_is_served_at_once(requests: int | None) -> No
 def planned(rate: float = 24.0, slo: str = "ttft=0.4,tpot=0.05,p=0.9", **options: Any) -> Any:
     base = Scenario(
         Poisson(1.0), Limits(4), warmup=0.2, replications=2,
-        router=options.pop("router", RoundRobin()),
+        router=options.pop("router", RoundRobin()), targets=parse_targets(slo),
     )  # fmt: skip
     options = {"latency": LATENCY, "policies": PAIR, "requests": 240, **options}
-    return plan(TRACE, base=base, rate=rate, targets=parse_targets(slo), **options)
+    return plan(TRACE, base=base, rate=rate, **options)
 
 
 with_curves = cache(lambda: planned(curve=True))
@@ -161,14 +160,16 @@ def test_speculation_that_halves_the_work_halves_the_replicas() -> None:
     # What is found is so: fewer do not keep the targets.
     bench = PointRunner(
         TRACE, LATENCY, PAIR,
-        Scenario(Poisson(1.0), Limits(4), warmup=0.2, router=RoundRobin()),
-        parse_targets("ttft=0.4,tpot=0.05,p=0.9"),
+        Scenario(
+            Poisson(1.0), Limits(4), warmup=0.2, router=RoundRobin(),
+            targets=parse_targets("ttft=0.4,tpot=0.05,p=0.9"),
+        ),
     )  # fmt: skip
     fewer = [
         bench.run(Point("fixed", fixed["replicas"] - 1, 24.0, fixed["requests"], r))
         for r in range(2)
     ]
-    assert not PointVerdict(fewer, bench.targets).kept
+    assert not PointVerdict(fewer, 0.9).kept
 
 
 def test_files_tell_saving_nowhere_from_saving_everywhere() -> None:
@@ -222,15 +223,15 @@ def test_a_queue_that_still_grows_is_no_judgement() -> None:
         "within": 0.96, "within_late": 0.9, "span_s": 100.0, "e2e_s": {"p95": 1.0},
         "overloaded": False,
     }  # fmt: skip
-    growing = PointVerdict([outcome, outcome], Targets(ttft_s=1.0))
+    growing = PointVerdict([outcome, outcome], 0.95)
     assert growing.kept
     assert "the queue still grows" in growing.too_short
-    assert not PointVerdict([{**outcome, "within_late": 0.95}] * 2, Targets(ttft_s=1.0)).too_short
-    endless = PointVerdict([{**outcome, "e2e_s": {"p95": None}}], Targets(ttft_s=1.0))
+    assert not PointVerdict([{**outcome, "within_late": 0.95}] * 2, 0.95).too_short
+    endless = PointVerdict([{**outcome, "e2e_s": {"p95": None}}], 0.95)
     assert "none of those that count finishes" in endless.too_short
     swamped = {**outcome, "overloaded": True}
-    assert not PointVerdict([swamped, outcome], Targets(ttft_s=1.0)).kept
-    assert PointVerdict([swamped, outcome, outcome], Targets(ttft_s=1.0)).kept
+    assert not PointVerdict([swamped, outcome], 0.95).kept
+    assert PointVerdict([swamped, outcome, outcome], 0.95).kept
 
 
 def test_costs_are_those_of_the_fleet() -> None:
@@ -266,10 +267,8 @@ def test_arrivals_of_a_file_are_planned_as_a_whole(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     times = np.cumsum(rng.exponential(0.05, 400))
     file = ArrivalFile(arrival_file(tmp_path / "a.csv", *(f"{t},30,{20}" for t in times)))
-    base = Scenario(file, Limits(4), warmup=0.2, replications=2)
-    [row] = plan(
-        TRACE, LATENCY, {"fixed": Fixed(3)}, base, file.rate or 1.0, parse_targets("ttft=0.3")
-    )
+    base = Scenario(file, Limits(4), warmup=0.2, replications=2, targets=parse_targets("ttft=0.3"))
+    [row] = plan(TRACE, LATENCY, {"fixed": Fixed(3)}, base, file.rate or 1.0)
     assert row["requests"] is None
     assert row["fidelity"] == "approximate"
     assert row["replicas"] >= 1
@@ -279,7 +278,7 @@ class Lenient:
     """Verdicts of a fleet that keeps 4 requests/s by six replicas over all replications, and
     each replica a little less over fewer of them."""
 
-    targets = SimpleNamespace(share=0.9)
+    share = 0.9
     low, high = 0.85, 0.95
 
     def __init__(self, point: Any) -> None:

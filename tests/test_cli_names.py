@@ -242,7 +242,7 @@ def test_a_standard_error_is_no_percentage(capsys: pytest.CaptureFixture[str]) -
 def test_dollars_are_no_formulas(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
-    from simulator.plots import save
+    from simulator.plots.look import save
 
     figure = Figure()
     figure.subplots().set_title(r"$\nonsense{$ of 5 $")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from simulator.plots import save
+from simulator.plots.look import save
 from simulator.serving import ResultsFile, Timeline
 from tests.conftest import Run
 from tests.forked import forked

@@ -10,16 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.formulas import (
-    batching,
-    dsi,
-    gammatune,
-    general,
-    leviathan,
-    magicdec,
-    pearl,
-    specbound,
-)
+from simulator.formulas import batching, gammatune, general, leviathan, parallel, specbound
 from traces.errors import DraftsimError
 
 ALPHA = st.floats(0, 1)
@@ -196,29 +187,29 @@ def test_specbound_fits_its_own_table(wasted: int, model: str, shared_tables: Pa
     ("alpha", "gamma", "tokens"), [(0.8, 5, 2.2832), (0.6, 3, 1.4162), (0.9, 8, 3.8756)]
 )
 def test_pearl_vectors(alpha: float, gamma: int, tokens: float) -> None:
-    assert pearl.tokens_per_step(alpha, gamma) == pytest.approx(tokens, abs=5e-5)
+    assert parallel.tokens_per_step(alpha, gamma) == pytest.approx(tokens, abs=5e-5)
 
 
 @given(st.floats(0, 0.95), GAMMA)
 def test_pearl_limits(alpha: float, gamma: int) -> None:
-    assert pearl.tokens_per_step(alpha, 1) == pytest.approx(1)
-    assert pearl.tokens_per_step(alpha, 2000) == pytest.approx(1 / ((1 - alpha) * (1 + alpha)))
-    assert pearl.tokens_per_step(1, gamma) == gamma
-    assert pearl.tokens_per_step(alpha, gamma) >= 1 - 1e-12
+    assert parallel.tokens_per_step(alpha, 1) == pytest.approx(1)
+    assert parallel.tokens_per_step(alpha, 2000) == pytest.approx(1 / ((1 - alpha) * (1 + alpha)))
+    assert parallel.tokens_per_step(1, gamma) == gamma
+    assert parallel.tokens_per_step(alpha, gamma) >= 1 - 1e-12
 
 
 def test_dsi_limits_and_vector() -> None:
-    assert dsi.distributed_latency(100, 0.8, 1, 0.1) == pytest.approx(30.3, abs=0.05)
-    assert dsi.distributed_latency(60, 0, 3, 0.1) == pytest.approx(60)
-    assert dsi.distributed_latency(60, 1, 3, 0.1) == pytest.approx(59 * 0.1 + 1)
-    assert dsi.sequential_latency(1000, 0.8, 5, 0.1) == pytest.approx(
+    assert parallel.distributed_latency(100, 0.8, 1, 0.1) == pytest.approx(30.3, abs=0.05)
+    assert parallel.distributed_latency(60, 0, 3, 0.1) == pytest.approx(60)
+    assert parallel.distributed_latency(60, 1, 3, 0.1) == pytest.approx(59 * 0.1 + 1)
+    assert parallel.sequential_latency(1000, 0.8, 5, 0.1) == pytest.approx(
         1000 / leviathan.speedup(0.8, 5, 0.1), rel=5e-3
     )
 
 
 @given(st.integers(1, 30), ALPHA, st.integers(1, 8), st.floats(0.01, 1.5))
 def test_dsi_never_falls_behind_plain_decoding(s: int, alpha: float, k: int, c: float) -> None:
-    assert dsi.distributed_latency(s, alpha, k, c) <= s * (1 + 1e-12)
+    assert parallel.distributed_latency(s, alpha, k, c) <= s * (1 + 1e-12)
 
 
 @given(ALPHA, GAMMA, RATIO)
@@ -226,9 +217,9 @@ def test_magicdec_is_leviathan_where_verification_is_free(
     alpha: float, gamma: int, c: float
 ) -> None:
     tokens = leviathan.expected_tokens(alpha, gamma)
-    ratio = magicdec.time_ratio(tokens, gamma, 2.0, 2 * c, 2.0)
+    ratio = batching.time_ratio(tokens, gamma, 2.0, 2 * c, 2.0)
     assert 1 / ratio == pytest.approx(leviathan.speedup(alpha, gamma, c))
-    assert magicdec.time_ratio(tokens, gamma, 2.0, 2 * c, 2.0, selection_s=0.1) > ratio
+    assert batching.time_ratio(tokens, gamma, 2.0, 2 * c, 2.0, selection_s=0.1) > ratio
 
 
 @pytest.mark.parametrize(
@@ -275,8 +266,8 @@ def test_block_efficiency_of_iid_survival(alpha: float, gamma: int) -> None:
         (lambda: specbound.round_cost(4, 1.5), "depth is 1.5"),
         (lambda: specbound.break_even_alpha(1, 0.3), "gamma is 1"),
         (lambda: general.block_efficiency([0.2, 0.4]), "survival function must fall"),
-        (lambda: pearl.tokens_per_step(0.5, 0), "gamma is 0"),
-        (lambda: dsi.distributed_latency(0, 0.5, 1, 0.1), "tokens is 0"),
+        (lambda: parallel.tokens_per_step(0.5, 0), "gamma is 0"),
+        (lambda: parallel.distributed_latency(0, 0.5, 1, 0.1), "tokens is 0"),
         (lambda: batching.goodput(0.5, 2, 4, 5, 0.1), "proposing is 5"),
         (lambda: specbound.fit_depth([1.0], [1.0]), "expected two or more"),
     ],

@@ -37,9 +37,9 @@ spot_check.run_requests = given(spot_check.run_requests, repeats=1)
 """
 """Notebooks 1 and 5 measure: what they show does not depend on how often."""
 SIMULATED = """
-import simulator, simulator.serving
+import simulator.check, simulator.serving
 from tests.few_cells import given
-simulator.run_checks = given(simulator.run_checks, tokens=500)
+simulator.check.run_checks = given(simulator.check.run_checks, tokens=500)
 simulator.serving.Scenario = given(simulator.serving.Scenario, requests=20)
 """
 """Nor what notebooks 3 and 4 draw on how many requests and tokens that is of."""

@@ -16,16 +16,8 @@ from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
-from simulator import (
-    autoregressive,
-    compare,
-    price,
-    speedup_by_gamma,
-    summarize,
-)
-from simulator.plots import save
 from simulator.plots import serving as plots
-from simulator.plots.look import SHADES, draw_map, log_ticks, series, shading
+from simulator.plots.look import SHADES, draw_map, log_ticks, save, series, shading
 from simulator.plots.recording import (
     plot_categories,
     plot_cost_ratio,
@@ -36,9 +28,12 @@ from simulator.plots.recording import (
     save_all,
 )
 from simulator.plots.whatif import MOST_LINES, figures, plot_batches, plot_break_even, plot_maps
+from simulator.pricing import autoregressive, price
 from simulator.ratios import own_ratios
-from simulator.serving import Limits, Poisson, Scenario, over_batches, over_rates, serve, sweep
-from simulator.validation import predictions
+from simulator.robustness import speedup_by_gamma
+from simulator.serving import Limits, Poisson, Scenario, over_batches, over_rates, sweep
+from simulator.summary import summarize
+from simulator.validation import compare, predictions
 from tests.serving import GRID, SMALL
 from tests.test_whatif_breakeven import iid_grid
 from traces.acceptance.synthetic import synthetic_trace, trace_by_position
@@ -239,7 +234,7 @@ def test_replications_are_drawn_with_their_intervals_and_break_even_names_its_po
     policies = {"plain": Autoregressive(), "fast": Fixed(3)}
     rows = [
         row for rate in (0.05, 0.2, 5)
-        for row in serve(SMALL, GRID, policies, replace(scenario, arrivals=Poisson(rate))).rows()
+        for row in sweep(SMALL, GRID, policies, [replace(scenario, arrivals=Poisson(rate))])
     ]  # fmt: skip
     axes = plots.plot_latency_load(rows, "ttft_s").axes[0]
     bars = [c for c in axes.collections if len(c.get_paths()) == 3]

@@ -18,8 +18,7 @@ from policies.rules.registry import RULES as BUILT_IN
 from policies.rules.registry import parse_rule
 from profiler.latency.host import RULES, measure_rules
 from profiler.models.runner import Runner
-from simulator import autoregressive, price
-from simulator.pricing import judging_phase
+from simulator.pricing import autoregressive, judging_phase, price
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.serving.study import InOrder
 from tests.test_pricing import CELLS, HOST, random_log, table

@@ -204,7 +204,7 @@ def test_requests_that_could_never_finish_bring_the_next_of_a_closed_loop():
 def test_replicas_share_one_window(router, rate):
     scenario = Scenario(Poisson(rate), Limits(4), requests=40, replicas=3, router=router)
     run, reference = assert_same(SMALL, GRID, Fixed(3), scenario)
-    assert run.recorder.window.end_s == reference.recorder.window.end_s
+    assert run.recorder.end_s == reference.recorder.end_s
     only = replace(scenario, warmup=0.5)
     assert_same(SMALL, GRID, Fixed(3), only, only=[1])
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
-from simulator.serving import ClosedLoop, Deterministic, Limits, Poisson, Scenario, serve, simulate
+from simulator.serving import ClosedLoop, Deterministic, Limits, Poisson, Scenario, simulate
 from simulator.serving.outcome.metrics import Histogram, Series
-from simulator.serving.outcome.report import t_interval
+from simulator.serving.outcome.report import merged_rows, t_interval
 from simulator.serving.outcome.results import flat
+from simulator.targets import Targets
 from tests.serving import CONSTANT, GRID, SMALL, little_error
 from traces.acceptance.synthetic import trace_by_position
 from traces.acceptance.trace import Request, Trace
@@ -23,18 +24,21 @@ from traces.errors import DraftsimError
 
 def test_policies_meet_the_same_requests():
     scenario = Scenario(Poisson(1.0), Limits(max_batch=4), requests=60, replications=5)
-    result = serve(SMALL, CONSTANT, {"ar": Autoregressive(), "fixed": Fixed(3)}, scenario)
-    for ar, fixed in zip(result.runs["ar"], result.runs["fixed"], strict=True):
+    runs = [
+        [
+            simulate(SMALL, CONSTANT, policy, scenario, replication=i)
+            for i in range(scenario.replications)
+        ]
+        for policy in (Autoregressive(), Fixed(3))
+    ]
+    for ar, fixed in zip(*runs, strict=True):
         a, b = (r.requests.sort_values("index") for r in (ar, fixed))
         assert a["arrival_s"].tolist() == b["arrival_s"].tolist()
         assert a["sequence"].tolist() == b["sequence"].tolist()
-    ar, fixed = (
-        np.array([run.row()["e2e_s"]["mean"] for run in result.runs[name]])
-        for name in ("ar", "fixed")
-    )
+    ar, fixed = (np.array([run.row()["e2e_s"]["mean"] for run in own]) for own in runs)
     mean, low, high = t_interval(fixed - ar)
     assert low < mean < high < 0
-    rows = result.rows()
+    rows = [merged_rows([run.row() for run in own]) for own in runs]
     unpaired = sum(r["e2e_s_hi"] - r["e2e_s_lo"] for r in rows)
     assert high - low < unpaired, "common random numbers sharpen differences"
     assert {"ttft_s_p99", "tpot_s_mean", "throughput_tok_s"} <= set(flat(rows).columns)
@@ -47,7 +51,7 @@ def test_warmup_requests_do_not_count():
     kept = frame[frame["index"] >= 10]
     assert run.row()["e2e_s"]["mean"] == pytest.approx(kept["e2e_s"].mean())
     assert run.row()["warmup_requests"] == 10
-    start, end = run.recorder.window.start_s, run.recorder.window.end_s
+    start, end = run.recorder.start_s, run.recorder.end_s
     assert start == frame.set_index("index")["arrival_s"][10]
     assert end == frame["arrival_s"].max()
 
@@ -88,7 +92,7 @@ def test_goodput_counts_requests_within_both_targets():
     frame = loose.requests
     ttft, tpot = float(frame["ttft_s"].median()), float(frame["tpot_s"].median())
     tight = simulate(
-        SMALL, CONSTANT, Fixed(3), replace(scenario, ttft_target_s=ttft, tpot_target_s=tpot)
+        SMALL, CONSTANT, Fixed(3), replace(scenario, targets=Targets(ttft, tpot))
     ).row()
     both = ((frame["ttft_s"] <= ttft) & (frame["tpot_s"] <= tpot)).mean()
     assert tight["within_targets"] == pytest.approx(both)
@@ -175,7 +179,7 @@ def test_requests_cut_off_too_late_for_the_targets_have_missed_them(mode, by_ite
     # One at a time, a request takes 39 x 20 ms.  All are there within half a second.
     scenario = Scenario(
         Poisson(1000), Limits(max_batch=1), requests=200, warmup=0.0, max_time_s=10, mode=mode,
-        ttft_target_s=0.5,
+        targets=Targets(ttft_s=0.5),
     )  # fmt: skip
 
     def within(**targets):
@@ -189,9 +193,9 @@ def test_requests_cut_off_too_late_for_the_targets_have_missed_them(mode, by_ite
     # The first meets it; the others waited longer, and most of them got no token at all.
     assert within() == pytest.approx(1 / 200)
     # The one that was being decoded can still meet this target, and so can those that wait.
-    assert within(ttft_target_s=np.inf, tpot_target_s=0.03) == 1
+    assert within(targets=Targets(tpot_s=0.03)) == 1
     # Nothing is known of requests that have just arrived.
-    assert within(max_time_s=1.0, warmup=0.0, ttft_target_s=2.0) == 1
+    assert within(max_time_s=1.0, warmup=0.0, targets=Targets(ttft_s=2.0)) == 1
 
 
 @pytest.mark.parametrize(

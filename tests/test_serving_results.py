@@ -83,7 +83,9 @@ def test_results_files_tell_damage_from_interruption(tmp_path):
     path = tmp_path / "rows.jsonl"
     with ResultsFile(path) as out:
         out.add({"a": 1.5, "b": math.nan, "c": np.float64(2)})
-    assert read_results(path) == ([{"a": 1.5, "b": None, "c": 2.0}], True, {})
+    stored = read_results(path)
+    assert (stored.rows, stored.complete) == ([{"a": 1.5, "b": None, "c": 2.0}], True)
+    assert stored.meta == {}
     whole = path.read_text()
     header = whole.index("\n")
     for cut in range(1, len(whole)):
@@ -101,7 +103,8 @@ def test_results_files_tell_damage_from_interruption(tmp_path):
     with contextlib.suppress(RuntimeError), ResultsFile(path) as out:
         out.add({"a": 1})
         raise RuntimeError
-    assert read_results(path) == ([{"a": 1}], False, {})
+    stored = read_results(path)
+    assert (stored.rows, stored.complete) == ([{"a": 1}], False)
 
 
 def test_timeline_opens_as_chrome_trace(tmp_path):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from policies.lengths.basic import Autoregressive, Fixed
-from simulator.formulas import batching, dsi, leviathan, pearl
+from simulator.formulas import batching, leviathan, parallel
 from simulator.pricing import price
-from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, simulate
+from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, simulate
 from tests.queues import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
 from tests.serving import GRID, SMALL, bernoulli, little_error
 from traces.latency.table import LatencyTable
@@ -146,7 +146,7 @@ def test_pearl_tokens_per_step(alpha, gamma):
     per_step = (400 / frame["rounds"]).to_numpy()
     error = per_step.std(ddof=1) / math.sqrt(len(per_step))
     # With gamma = 1 every step emits one token, without any scatter.
-    assert abs(per_step.mean() - pearl.tokens_per_step(alpha, gamma)) < 4 * error + 1e-9
+    assert abs(per_step.mean() - parallel.tokens_per_step(alpha, gamma)) < 4 * error + 1e-9
     # Only a block cut at the end of a request can be shorter than gamma.
     step = max(gamma * draft_s, target_s)
     assert run.simulated_s <= frame["rounds"].sum() * step * (1 + 1e-9)
@@ -163,7 +163,7 @@ def test_dsi_latency(alpha, lookahead, c):
     scenario = Scenario(ClosedLoop(1), requests=100, mode="dsi", **WHOLE)
     run = simulate(trace, LatencyTable.constant(1.0, c), Fixed(lookahead), scenario)
     latency = run.requests["e2e_s"].to_numpy()
-    expected = dsi.distributed_latency(tokens, alpha, lookahead, c)
+    expected = parallel.distributed_latency(tokens, alpha, lookahead, c)
     z = (latency.mean() - expected) / (latency.std(ddof=1) / math.sqrt(len(latency)))
     assert abs(z) < 4
     assert latency.max() <= tokens * (1 + 1e-9), "never slower than plain decoding"
@@ -179,7 +179,7 @@ def test_dsi_without_acceptance_is_plain_decoding():
 @pytest.mark.parametrize("policy", [Autoregressive(), Fixed(0)])
 def test_no_drafter_slows_plain_decoding(mode, policy):
     alone = Scenario(ClosedLoop(1), Limits(max_batch=1), requests=5, **WHOLE)
-    shared = replace(alone, mode=mode, devices=Devices(1.0))
+    shared = replace(alone, mode=mode, interference=1.0)
     expected, run = (simulate(SMALL, GRID, policy, own) for own in (alone, shared))
     assert run.row()["simulated_s"] == pytest.approx(expected.row()["simulated_s"], rel=1e-9)
     assert run.recorder.draft_forwards == 0
@@ -191,7 +191,7 @@ def test_sharing_a_device_slows_overlap_by_the_interference(mode):
     times = []
     for interference in (0.0, 0.5):
         scenario = Scenario(
-            ClosedLoop(1), requests=5, mode=mode, devices=Devices(interference), **WHOLE
+            ClosedLoop(1), requests=5, mode=mode, interference=interference, **WHOLE
         )
         times.append(simulate(trace, latency, Fixed(4), scenario).simulated_s)
     # Draft and verify take one second each, so both are slowed from beginning to end.

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from policies.core import Round
 from policies.lengths.basic import Fixed
 from policies.registry import parse_serving_policy
-from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, Timeline, simulate
+from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, Timeline, simulate
 from simulator.serving.outcome.timeline import verdict
 from tests.serving import GRID, bernoulli
 from traces.acceptance.synthetic import synthetic_trace
@@ -144,7 +144,7 @@ def checked(path: Path) -> Imported:
         ("gammatune", Scenario(ClosedLoop(4), Limits(4), requests=12, mode="static-minimum")),
         ("fixed:gamma=3", Scenario(Poisson(2), requests=10, mode="pearl")),
         ("fixed:gamma=2", Scenario(Poisson(2), requests=10, mode="dsi")),
-        ("svip", Scenario(Poisson(2), requests=6, mode="dsi", devices=Devices(0.4))),
+        ("svip", Scenario(Poisson(2), requests=6, mode="dsi", interference=0.4)),
     ],
 )
 @pytest.mark.parametrize("latency", [GRID, LatencyTable.constant(1.37e-5, 3.3e-6, 1.91e-5)])

@@ -13,12 +13,12 @@ import pytest
 from commands.simulate.table import headline, print_ranked
 from policies.lengths.basic import Fixed
 from policies.rules.registry import parse_rule
-from simulator import summarize
 from simulator.summary import (
     HARDLY_VERIFIES,
     accepted_mismatches,
     degenerate,
     price_all,
+    summarize,
     to_rows,
 )
 from simulator.whatif.ranking import compared

@@ -12,20 +12,18 @@ import pytest
 from scipy import stats
 
 from policies.lengths.basic import Fixed
-from simulator import (
+from simulator.bootstrap import ratio_of_sums
+from simulator.phases import ANSWER, Phase, phase_rows, phases_of
+from simulator.pricing import autoregressive, price
+from simulator.robustness import robustness, speedup_by_gamma
+from simulator.summary import (
     SUMMARY_COLUMNS,
-    autoregressive,
-    price,
+    price_all,
     prompt_speedups,
-    robustness,
-    speedup_by_gamma,
     speedup_distribution,
     summarize,
     to_rows,
 )
-from simulator.bootstrap import ratio_of_sums
-from simulator.phases import ANSWER, Phase, phase_rows, phases_of
-from simulator.summary import price_all
 from tests.conftest import Run
 from tests.outputs import trace_of
 from traces.acceptance.trace import Request, Trace

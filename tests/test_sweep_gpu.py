@@ -54,7 +54,7 @@ def test_a_figure_of_one_gpu_names_no_other(
         titles[path.stem] = title
         return path
 
-    monkeypatch.setattr("simulator.plots.save_all_kinds", saved)
+    monkeypatch.setattr("simulator.plots.look.save_all_kinds", saved)
     run(
         files, "--latency", str(files / "latency.parquet"), "--gpu", "h100,rtx3090,h200",
         "--policy", "fixed:gamma={2,4}", "--batch", "1,4", "--plots", str(tmp_path),

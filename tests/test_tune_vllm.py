@@ -17,7 +17,7 @@ from policies.core import Load
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.formulas import leviathan
 from simulator.pricing import price
-from simulator.serving import serve, simulate
+from simulator.serving import simulate
 from simulator.targets import Targets
 from simulator.tune.costs import fixed_logs, price_grid
 from simulator.tune.formats import check_vllm
@@ -192,9 +192,9 @@ def test_unbeaten_lengths_hold_the_best_and_drop_the_hopeless() -> None:
     trace = iid(0.8, 30, 40)
     kept = unbeaten(alone(trace, CHEAP, [0, 1, 2, 4, 8], 1))
     rates = [
-        serve(
-            trace, CHEAP, {"k": Fixed(k) if k else Autoregressive()}, closed_load(trace, 1)
-        ).rows()[0]["throughput_tok_s"]
+        simulate(
+            trace, CHEAP, Fixed(k) if k else Autoregressive(), closed_load(trace, 1)
+        ).throughput
         for k in (0, 1, 2, 4, 8)
     ]
     assert kept[int(np.argmax(rates))]

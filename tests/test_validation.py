@@ -7,16 +7,8 @@ import pandas as pd
 import pytest
 
 from policies.lengths.basic import Fixed
-from simulator import (
-    VALIDATE_COLUMNS,
-    autoregressive,
-    compare,
-    predictions,
-    price,
-    verdict,
-)
-from simulator.pricing import Priced
-from simulator.validation import common_error
+from simulator.pricing import Priced, autoregressive, price
+from simulator.validation import VALIDATE_COLUMNS, common_error, compare, predictions, verdict
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable

@@ -260,13 +260,13 @@ def test_ragged_drafts_pay_for_the_longest() -> None:
 
 
 def test_batches_agree_with_the_serving_simulator() -> None:
-    from simulator.serving import ClosedLoop, Limits, Scenario, serve
+    from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 
     trace = synthetic_trace(0.75, requests=30, tokens=120, seed=6, prompt_length=1)
     table = LatencyTable.constant(1.0, 0.1, 1.2)
     scenario = Scenario(ClosedLoop(4), Limits(max_batch=4), requests=150)
-    rows = serve(trace, table, {"p": Fixed(3), "b": Autoregressive()}, scenario).rows()
-    served = rows[0]["throughput_tok_s"] / rows[1]["throughput_tok_s"]
+    own, plain = (simulate(trace, table, one, scenario) for one in (Fixed(3), Autoregressive()))
+    served = own.throughput / plain.throughput
     frame = Sweep(trace, {"p": Fixed(3)}, Prices((), {"t": table}), (), (4,)).run(Local(1))
     assert frame["speedup"].iloc[0] == pytest.approx(served, rel=0.05)
 

@@ -232,7 +232,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def say_drawn(paths: Iterable[Path]) -> None:
-    """Note the figures that `simulator.plots.save_all_kinds` wrote, of which these are the PNGs."""
+    """Note the figures that were written, of which these are the PNGs."""
     for path in paths:
         note(f"wrote {path} (and .svg, .pdf)")
 

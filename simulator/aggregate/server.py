@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from policies.arrays import Floats
 from simulator.aggregate import hazard
-from simulator.formulas.bounds import geometric_sum, require
+from simulator.formulas.general import geometric_sum, require
 from simulator.formulas.leviathan import acceptance_rate
 from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import DraftsimError

@@ -1,11 +1,12 @@
-"""Speculation in batches: truncated acceptance, goodput, and an affine step time."""
+"""Speculation in batches: truncated acceptance, goodput, an affine step time, and MagicDec
+(arXiv:2408.11049)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from simulator.formulas.bounds import geometric_sum, require
+from simulator.formulas.general import geometric_sum, require
 
 
 def truncated_tokens(alphas: Sequence[float], gamma: int) -> float:
@@ -37,3 +38,19 @@ def goodput(alpha: float, gamma: int, batch: int, proposing: int, step_s: float)
     require("step_s", step_s, 1e-12)
     emitted = proposing * geometric_sum(alpha, require("gamma", gamma, 0) + 1)
     return (emitted + batch - proposing) / step_s
+
+
+def time_ratio(
+    tokens: float, gamma: float, target_s: float, draft_s: float, verify_s: float,
+    selection_s: float = 0.0,
+) -> float:  # fmt: skip
+    """Return T_SD / T_T per token at long contexts (MagicDec, eq. 3-4).
+
+    ``tokens`` is Omega(gamma, alpha), the tokens per round; the times, in seconds, are
+    those of one batch at its context: a target step, a draft step (over a sparse cache),
+    selecting that cache, and the verification of gamma drafts.  With verify_s = target_s
+    and no selection it is the inverse of Leviathan's Theorem 3.8.
+    """
+    require("tokens", tokens, 1)
+    require("target_s", target_s, 1e-12)
+    return (gamma * (draft_s + selection_s) / target_s + verify_s / target_s) / tokens

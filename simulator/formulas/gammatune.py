@@ -7,7 +7,7 @@ say so.
 
 from __future__ import annotations
 
-from simulator.formulas.bounds import require
+from simulator.formulas.general import require
 
 
 def cost_ratio(target_s: float, draft_s: float) -> float:

@@ -5,7 +5,7 @@ that costs one target step whatever its width.
 
 from __future__ import annotations
 
-from simulator.formulas.bounds import geometric_sum, require
+from simulator.formulas.general import geometric_sum, require
 from traces.errors import DraftsimError
 
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from simulator.formulas.bounds import geometric_sum, require
+from simulator.formulas.general import geometric_sum, require
 from traces.errors import DraftsimError
 
 Reading = Literal["physical", "literal"]

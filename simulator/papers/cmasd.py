@@ -16,7 +16,7 @@ from simulator.papers.ours import (
     quality_note,
 )
 from simulator.published import CMASD_3, CMASD_5
-from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, serve
+from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, simulate
 from simulator.serving.scenario import FILLS
 from simulator.summary import degenerate
 from traces.errors import DraftsimError
@@ -161,7 +161,7 @@ def batch_rows(ours: Ours) -> list[Row]:
             requests = max(len(ours.trace.requests), FILLS * batch)
             base = Scenario(ClosedLoop(batch), Limits(max_batch=batch), requests=requests)
             [scenario] = over_batches(base, [batch])
-            [row] = serve(ours.trace, ours.latency, {name: policy}, scenario, rule=rule).rows()
+            row = simulate(ours.trace, ours.latency, policy, scenario, rule=rule).row()
             note = f"closed loop of {requests} requests, continuous batching; {how}"
             values = {
                 "tokens/s": float(row["throughput_tok_s"]),

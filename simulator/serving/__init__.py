@@ -1,6 +1,6 @@
 """Batches, queues and serving in simulated time.
 
->>> from simulator.serving import Poisson, Scenario, serve
+>>> from simulator.serving import Poisson, Scenario
 >>> Scenario(Poisson(2.0), requests=100).mode
 'continuous'
 """
@@ -15,10 +15,9 @@ from simulator.serving.arrivals import (
     Poisson,
 )
 from simulator.serving.cost import TableCost
-from simulator.serving.outcome.report import Run, ServeResult
+from simulator.serving.outcome.report import Run
 from simulator.serving.outcome.results import Results, ResultsFile, read_results
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.overlap import Devices
 from simulator.serving.routers import (
     ROUTERS,
     LeastRequests,
@@ -27,7 +26,7 @@ from simulator.serving.routers import (
     RoundRobin,
     Router,
 )
-from simulator.serving.run import serve, simulate
+from simulator.serving.run import simulate
 from simulator.serving.scenario import MODES, Scenario
 from simulator.serving.scheduler import Limits
 from simulator.serving.study import break_even_load, over_batches, over_rates, sweep
@@ -40,7 +39,6 @@ __all__ = [
     "Arrivals",
     "ClosedLoop",
     "Deterministic",
-    "Devices",
     "Job",
     "LeastRequests",
     "LeastTokens",
@@ -53,14 +51,12 @@ __all__ = [
     "Router",
     "Run",
     "Scenario",
-    "ServeResult",
     "TableCost",
     "Timeline",
     "break_even_load",
     "over_batches",
     "over_rates",
     "read_results",
-    "serve",
     "simulate",
     "sweep",
 ]

@@ -212,6 +212,13 @@ class Job(NamedTuple):
 class Arrivals(ABC):
     """A source of requests.  Subclass it and define `times`, and `rate_of` if there is a rate."""
 
+    concurrency: int | None = None
+    """Requests kept in the system by a closed loop; None for open arrivals."""
+    think_s: float = 0.0
+    """Seconds between a completion and the next request of a closed loop."""
+    remarks: tuple[str, ...] = ()
+    """Lines on what is served otherwise than asked."""
+
     @abstractmethod
     def times(self, rng: np.random.Generator) -> Iterator[float]:
         """Yield arrival times in seconds, never decreasing."""
@@ -237,21 +244,6 @@ class Arrivals(ABC):
         """Return the rate of the first `requests`; None: of all."""
         del requests
         return None
-
-    @property
-    def concurrency(self) -> int | None:
-        """Requests kept in the system by a closed loop; None for open arrivals."""
-        return None
-
-    @property
-    def think_s(self) -> float:
-        """Seconds between a completion and the next request of a closed loop."""
-        return 0.0
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Lines on what is served otherwise than asked."""
-        return ()
 
 
 @dataclass(frozen=True)
@@ -295,31 +287,21 @@ class Deterministic(AtRate):
 
 @dataclass(frozen=True)
 class ClosedLoop(Arrivals):
-    """`clients` clients that each send the next request `think` seconds after an answer."""
+    """`concurrency` clients that each send the next request `think_s` seconds after an answer."""
 
-    clients: int
-    think: float = 0.0
+    concurrency: int = field()  # without the default of other arrivals
+    think_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.clients < 1:
-            raise DraftsimError(f"concurrency is {self.clients}, expected at least 1")
-        if not 0 <= self.think < np.inf:
-            raise DraftsimError(f"think time is {self.think}, expected >= 0 seconds")
+        if self.concurrency < 1:
+            raise DraftsimError(f"concurrency is {self.concurrency}, expected at least 1")
+        if not 0 <= self.think_s < np.inf:
+            raise DraftsimError(f"think time is {self.think_s}, expected >= 0 seconds")
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
         """Return zero for every request: completions decide."""
         del rng
         return repeat(0.0)
-
-    @property
-    def concurrency(self) -> int:
-        """Requests kept in the system."""
-        return self.clients
-
-    @property
-    def think_s(self) -> float:
-        """Seconds between a completion and the next request."""
-        return self.think
 
 
 NEAREST = 8
@@ -387,7 +369,7 @@ class ArrivalFile(Arrivals):
                 yield Job(arrival_s, sequence, prompt, output, number)
 
     @property
-    def remarks(self) -> tuple[str, ...]:
+    def remarks(self) -> tuple[str, ...]:  # type: ignore[override]
         """A line on requests that failed when the file was recorded."""
         failed = self.read.skipped
         said = f"{self.path}: {counted(failed, 'request')} failed and are left out"

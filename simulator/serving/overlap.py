@@ -20,31 +20,7 @@ from simulator.serving.arrivals import Job
 from simulator.serving.cost import MODELS
 from simulator.serving.sequence import Slot
 from simulator.serving.source import Events, Replica
-from traces.errors import DraftsimError
 from traces.replay.decoder import BLANK
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The devices that drafter and target run on.
-
-    Parameters
-    ----------
-    interference:
-        0: each on its own device.  f > 0: they share one, and each runs (1 + f) times
-        slower while the other is busy too.
-    """
-
-    interference: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.interference < float("inf"):
-            raise DraftsimError(f"interference is {self.interference}, expected >= 0")
-
-    def together(self, a_s: float, b_s: float) -> tuple[float, float]:
-        """Return the ends of two steps begun together, in seconds from their start."""
-        short = min(a_s, b_s)
-        return a_s + self.interference * short, b_s + self.interference * short
 
 
 @dataclass(eq=False)
@@ -52,7 +28,8 @@ class Overlapped(Replica):
     """A server of one stream at a time.  Subclass it and define `decode`."""
 
     policy: DraftPolicy
-    devices: Devices
+    interference: float
+    """As in `simulator.serving.scenario.Scenario`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +43,11 @@ class Overlapped(Replica):
         self._prefill = [
             readers[f"{model}_prefill"] for model in MODELS if f"{model}_prefill" in readers
         ]
+
+    def together(self, a_s: float, b_s: float) -> tuple[float, float]:
+        """Return the ends of two steps begun together, in seconds from their start."""
+        shared_s = self.interference * min(a_s, b_s)
+        return a_s + shared_s, b_s + shared_s
 
     @abstractmethod
     def decode(self, slot: Slot) -> Events:
@@ -92,7 +74,7 @@ class Overlapped(Replica):
                 read(1, slot.job.prompt_tokens, 0) for read in self._prefill
             ]
             if prefill[1:]:
-                prefill = self.devices.together(*prefill)
+                prefill = self.together(*prefill)
             if prefill:
                 yield env.timeout(max(prefill))
             if self.timeline is not None:
@@ -209,7 +191,7 @@ class Pearl(Overlapped):
 
     def _busy(self, track: int, own_s: float, other_s: float, **args: int) -> Events:
         start = self.env.now
-        yield self.env.timeout(self.devices.together(own_s, other_s)[0])
+        yield self.env.timeout(self.together(own_s, other_s)[0])
         name, label = (("target model", "verify"), ("draft model", "draft"))[track]
         self.draw(track, name, start, label, **args)
 
@@ -227,7 +209,7 @@ class Dsi(Overlapped):
     def decode(self, slot: Slot) -> Events:
         """Yield segments from one confirmed token to the next rejection."""
         env, decoder = self.env, slot.decoder
-        self._slowed = 1 + self.devices.interference
+        self._slowed = 1 + self.interference
         self._busy: set[int] = set()
         while not decoder.ended:
             left = decoder.segment_left - 1

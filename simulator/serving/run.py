@@ -26,9 +26,9 @@ from simulator.serving.arrivals import ArrivalFile, Job
 from simulator.serving.compiled.engine import CompiledRun, ServedLoad, Serving
 from simulator.serving.cost import Chunk, Seconds
 from simulator.serving.outcome.metrics import CutOff, RunRecorder, joined_recorders
-from simulator.serving.outcome.report import Run, ServeResult, joined_runs
+from simulator.serving.outcome.report import Run, joined_runs
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.overlap import Devices, Dsi, Overlapped, Pearl
+from simulator.serving.overlap import Dsi, Overlapped, Pearl
 from simulator.serving.routers import ReplicaLoad
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Iteration, Scheduler
@@ -44,23 +44,6 @@ from traces.replay.run import fidelity_of, own_policy
 Policy = DraftPolicy | BatchPolicy
 OVERLAPPED: Mapping[str, type[Overlapped]] = {"pearl": Pearl, "dsi": Dsi}
 SYNCHRONISED: Mapping[str, Synchronise] = {"static-minimum": "minimum", "static-mean": "mean"}
-
-
-def serve(
-    trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy], scenario: Scenario, *,
-    rule: VerifyRule | None = None,
-) -> ServeResult:  # fmt: skip
-    """Serve `scenario` under every policy, replication by replication."""
-    return ServeResult(
-        scenario,
-        {
-            name: [
-                simulate(trace, latency, policy, scenario, name=name, rule=rule, replication=i)
-                for i in range(scenario.replications)
-            ]
-            for name, policy in policies.items()
-        },
-    )
 
 
 def simulate(
@@ -273,8 +256,8 @@ def _engine(
     shared = env, source, trace, serving.cost(), recorder, timeline, serving.lookahead
     if scenario.one_stream and isinstance(policy, DraftPolicy):
         # Nothing runs next to a target that decodes plainly, so nothing slows it.
-        devices = scenario.devices if serving.lookahead else Devices()
-        return OVERLAPPED[scenario.mode](*shared, policy, devices)
+        interference = scenario.interference if serving.lookahead else 0.0
+        return OVERLAPPED[scenario.mode](*shared, policy, interference)
     style = SYNCHRONISED.get(scenario.mode, "ragged")
     return EventEngine(
         *shared, serving.scheduler(),

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from simulator.serving.arrivals import ArrivalFile, Arrivals
-from simulator.serving.overlap import Devices
 from simulator.serving.routers import RoundRobin, Router, describe_router
 from simulator.serving.scheduler import Limits
+from simulator.targets import Targets
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 
@@ -73,8 +73,9 @@ class Scenario:
         and ``dsi`` overlap drafting and verification of one stream.
     replicas, router:
         Number of engines, and the router that chooses among them.
-    devices:
-        Devices of the overlapped modes.
+    interference:
+        Slowdown in the overlapped modes.  0: drafter and target have devices of their own.  f > 0:
+        they share one, and each runs (1 + f) times slower while the other is busy too.
     passes:
         See `simulator.serving.cost.EngineCost`.
     drafter_loaded:
@@ -86,8 +87,8 @@ class Scenario:
         clients begin at once, but at most half of all for that.  0 leaves out none.
     max_time_s:
         Simulated seconds after which a run stops; its status says so.
-    ttft_target_s, tpot_target_s:
-        Targets that a request must meet to count for goodput.
+    targets:
+        Bounds that a request must meet to count for goodput.
     seed, replications:
         Arrivals and sequences depend on these alone, never on a policy.
 
@@ -101,13 +102,12 @@ class Scenario:
     limits: Limits = field(default_factory=Limits)
     requests: int | None = 1000
     mode: Mode = "continuous"
-    devices: Devices = field(default_factory=Devices)
+    interference: float = 0.0
     passes: Literal["ragged", "padded"] = "ragged"
     drafter_loaded: bool = False
     warmup: float = 0.1
     max_time_s: float | None = None
-    ttft_target_s: float = float("inf")
-    tpot_target_s: float = float("inf")
+    targets: Targets = field(default_factory=Targets)
     seed: int = 0
     replications: int = 1
     replicas: int = 1
@@ -121,7 +121,9 @@ class Scenario:
                 f"--mode {self.mode} plans no iteration ahead: drop --async-scheduling, or use "
                 "--mode continuous"
             )
-        if self.devices.interference and not self.one_stream:
+        if not 0 <= self.interference < math.inf:
+            raise DraftsimError(f"interference is {self.interference}, expected >= 0")
+        if self.interference and not self.one_stream:
             raise DraftsimError(f"--interference is of --mode pearl and dsi, not of {self.mode}")
         if not 0 <= self.warmup < 1:
             raise DraftsimError(f"warmup is {self.warmup}, expected a share in [0, 1)")
@@ -133,9 +135,6 @@ class Scenario:
                 raise DraftsimError(f"{name} is {value}, expected at most {MOST[name]}")
         if self.seed < 0:
             raise DraftsimError(f"seed is {self.seed}, expected a whole number >= 0")
-        for name in ("ttft_target_s", "tpot_target_s"):
-            if not getattr(self, name) > 0:
-                raise DraftsimError(f"{name} is {getattr(self, name)}, expected > 0 seconds")
 
     @property
     def one_stream(self) -> bool:

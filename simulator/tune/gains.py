@@ -19,11 +19,12 @@ from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
 from simulator.bootstrap import CONFIDENCE, gain, half_width, ratio
 from simulator.executors import results_of
-from simulator.serving import Scenario, serve
+from simulator.serving import Scenario, simulate
 from simulator.serving.run import Policy
 from simulator.serving.scenario import FILLS
 from simulator.tune.served import NO_SPECULATION, SEARCH_CONFIDENCE
 from traces.acceptance.trace import Trace, once_per_trace
+from traces.digits import three_digits
 from traces.latency.table import LatencyTable
 
 UNDRAFTED = (PLAIN, NO_SPECULATION)
@@ -285,6 +286,15 @@ def goodputs(rows: Sequence[Row]) -> dict[float | None, dict[str, float]]:
     return found
 
 
+def best_within(pair: Mapping[str, float]) -> str:
+    """Return the policy that serves more within the SLO, by a load's `goodputs`.
+
+    No speculation, if the other's lead does not show in three digits.
+    """
+    (plain, base), (name, own) = pair.items()
+    return name if own > base and three_digits(own) != three_digits(base) else plain
+
+
 def is_closed(rows: Sequence[Row]) -> bool:
     """Return True if every row is of a closed loop."""
     return all(row["concurrency"] is not None for row in rows)
@@ -321,11 +331,11 @@ def interval_over_prompts(
     closed = load.arrivals.concurrency is not None
     enough = max(FEWEST, len(trace.requests), FILLS * (load.arrivals.concurrency or 0))
     load = replace(load, requests=min(load.requests or enough, enough), replications=1)
-    both = {"": policies[leader.policy], PLAIN: Autoregressive()}
+    both = policies[leader.policy], Autoregressive()
     drawn = _redrawn(trace)
 
     def ratio(prompts: Trace) -> float:
-        [own], [plain] = serve(prompts, latency, both, load, rule=rule).runs.values()
+        own, plain = (simulate(prompts, latency, one, load, rule=rule) for one in both)
         if closed:
             return own.throughput / plain.throughput if plain.throughput else math.nan
         own_s, plain_s = (run.columns(measured=True)["e2e_s"].mean() for run in (own, plain))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from policies.arrays import Bools, Floats, Ints
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.outcome.report import Run, t_interval
-from simulator.serving.run import Policy, serve
+from simulator.serving.run import Policy, simulate
 from simulator.serving.scenario import FILLS, Scenario
 from simulator.serving.scheduler import Limits
 from simulator.targets import Targets
@@ -97,12 +97,10 @@ def closed_load(
 
     The engine has the other limits of the one that `latency` was measured in.
     """
-    ttft_s, tpot_s = (math.inf, math.inf) if slo is None else (slo.ttft_s, slo.tpot_s)
     limits = Limits(batch) if latency is None else Limits.of_engine(latency, batch)
     return Scenario(
         ClosedLoop(batch), limits, seed=seed,
-        requests=max(len(trace.requests), FILLS * batch), ttft_target_s=ttft_s,
-        tpot_target_s=tpot_s,
+        requests=max(len(trace.requests), FILLS * batch), targets=slo or Targets(),
     )  # fmt: skip
 
 
@@ -131,8 +129,7 @@ def served_each(
     """Return the `Outcome` of each policy at its own load, as parts of `results_of`."""
 
     def outcome(trace: Trace, policy: Policy, load: Scenario) -> Outcome:
-        repeated = replace(load, replications=replications)
-        done = serve(trace, latency, {"": policy}, repeated).runs[""]
+        done = [simulate(trace, latency, policy, load, replication=i) for i in range(replications)]
         columns = [(counted_rate(run), run.throughput, share_within(run)) for run in done]
         return Outcome(*np.array(columns, dtype=float).T)
 

@@ -19,7 +19,7 @@ from simulator.serving.arrivals import Job
 from simulator.serving.cost import ORIGINS, PLACES, EngineCost
 from simulator.serving.outcome.metrics import Histogram, Series
 from simulator.serving.scheduler import Scheduler
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import Trace, once_per_trace
 from traces.latency.table import LatencyTable
 from traces.replay.layout import layout_of
 
@@ -262,19 +262,13 @@ def _priced(cost: EngineCost, most: int) -> LoopPrices:
     )  # fmt: skip
 
 
+@once_per_trace
 def starts_of(trace: Trace) -> Records:
     """Return every place of `trace` where a round may begin."""
-    found = _starts.get(trace)
-    if found is None:
-        layout = layout_of(trace)
-        left = layout.ends - np.arange(len(layout.ends))
-        found = _starts[trace] = np.rec.fromarrays(
-            [layout.most, layout.runs, left, layout.recorded, layout.open_ended], START
-        )
-    return found
-
-
-_starts: WeakKeyDictionary[Trace, Records] = WeakKeyDictionary()
+    layout = layout_of(trace)
+    left = layout.ends - np.arange(len(layout.ends))
+    places = [layout.most, layout.runs, left, layout.recorded, layout.open_ended]
+    return np.rec.fromarrays(places, START)
 
 
 def requests_of(

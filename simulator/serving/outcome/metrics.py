@@ -189,16 +189,6 @@ class CutOff(NamedTuple):
 
 
 @dataclass(eq=False)
-class Window:
-    """Counters at the two ends of the measured interval, see `RunRecorder`."""
-
-    start_s: float = 0.0
-    end_s: float = math.nan
-    start_tokens: int = 0
-    end_tokens: int = 0
-
-
-@dataclass(eq=False)
 class RunRecorder:
     """Records of a run.  Memory grows by one row per finished request, and by nothing else.
 
@@ -222,7 +212,11 @@ class RunRecorder:
     itl: Histogram = field(default_factory=Histogram)
     batch: Series = field(default_factory=Series)
     kv_blocks: Series = field(default_factory=Series)
-    window: Window = field(default_factory=Window)
+    start_s: float = 0.0
+    """Start of the measured interval, and ``start_tokens`` emitted by then."""
+    end_s: float = math.nan
+    start_tokens: int = 0
+    end_tokens: int = 0
     arrived: int = 0
     rejected: int = 0
     in_system: int = 0
@@ -247,9 +241,9 @@ class RunRecorder:
         `tokens`.  The arrival may be an end of the window.
         """
         if index == self.skip:
-            self.window.start_s, self.window.start_tokens = now, tokens
+            self.start_s, self.start_tokens = now, tokens
         if index == self.expected - 1:
-            self.window.end_s, self.window.end_tokens = now, tokens
+            self.end_s, self.end_tokens = now, tokens
 
     def enter(self, now: float, change: int) -> None:
         """Note that the number in the system changed by `change`."""
@@ -302,13 +296,9 @@ def joined_recorders(recorders: Sequence[RunRecorder]) -> RunRecorder:
         itl=Histogram.joined([r.itl for r in recorders]),
         batch=Series.joined([r.batch for r in recorders]),
         kv_blocks=Series.joined([r.kv_blocks for r in recorders]),
-        window=Window(
-            first.window.start_s, first.window.end_s,
-            sum(r.window.start_tokens for r in recorders),
-            sum(r.window.end_tokens for r in recorders),
-        ),
+        start_s=first.start_s, end_s=first.end_s,
     )  # fmt: skip
-    for name in COUNTS:
+    for name in (*COUNTS, "start_tokens", "end_tokens"):
         setattr(joined, name, sum(getattr(r, name) for r in recorders))
     return joined
 

@@ -128,10 +128,7 @@ class Run:
 
     def within(self, requests: Mapping[str, Any] | pd.DataFrame) -> Any:
         """Return which of `requests` met the scenario's targets."""
-        scenario = self.scenario
-        return (requests["ttft_s"] <= scenario.ttft_target_s) & ~(
-            requests["tpot_s"] > scenario.tpot_target_s
-        )
+        return self.scenario.targets.met(requests["ttft_s"], requests["tpot_s"])
 
     @property
     def missed(self) -> float:
@@ -139,13 +136,13 @@ class Run:
 
         They were refused, or cut off so late that they could not meet the targets any more.
         """
-        r, cut, scenario = self.recorder, self.cut_off, self.scenario
+        r, cut = self.recorder, self.cut_off
         begun = cut.first_s >= 0
         ttft_s = np.where(begun, cut.first_s, self.simulated_s) - cut.arrival_s
         # All of the output will take no less than what there is of it.
         since_s = np.where(begun, self.simulated_s - cut.first_s, 0.0)
         tpot_s = since_s / np.maximum(cut.output_tokens - 1, 1)
-        late = (ttft_s > scenario.ttft_target_s) | (tpot_s > scenario.tpot_target_s)
+        late = ~self.scenario.targets.met(ttft_s, tpot_s)
         refused = r.rejected * (1 - r.skip / max(r.expected, 1))
         return refused + float((late & (cut.number >= r.skip)).sum())
 
@@ -182,8 +179,8 @@ class Run:
         judged = len(within) + self.missed
         scenario = self.scenario
         offered = scenario.rate
-        window, each_s = r.window, self.simulated_s * self.replicas
-        last_s = window.end_s if window.end_s > window.start_s else self.simulated_s
+        each_s = self.simulated_s * self.replicas
+        last_s = r.end_s if r.end_s > r.start_s else self.simulated_s
         begun = int((every["first_s"] <= last_s).sum())
         queued = r.arrived - r.rejected - begun - r.peak_batch
         return {
@@ -200,7 +197,7 @@ class Run:
             "itl_s": r.itl.summary,
             "goodput_req_s": self._goodput(every) if len(within) else math.nan,
             "within_targets": float(within.sum()) / judged if judged else float("nan"),
-            "ttft_target_s": scenario.ttft_target_s, "tpot_target_s": scenario.tpot_target_s,
+            "ttft_target_s": scenario.targets.ttft_s, "tpot_target_s": scenario.targets.tpot_s,
             "mean_batch": r.batch.integral / each_s if each_s else 0.0,
             "utilisation": r.busy_s / each_s if each_s else 0.0,
             "imbalance": self._imbalance(every),
@@ -228,11 +225,11 @@ class Run:
 
     def _measured(self) -> tuple[float, float, int]:
         """Start and end of the interval that throughput is measured over, and its tokens."""
-        r, window = self.recorder, self.recorder.window
-        arriving_s = window.end_s - window.start_s
+        r = self.recorder
+        arriving_s = r.end_s - r.start_s
         swamped = self.scenario.arrivals.rate is not None and 2 * arriving_s < self.simulated_s
         if arriving_s > 0 and not swamped:
-            return window.start_s, window.end_s, window.end_tokens - window.start_tokens
+            return r.start_s, r.end_s, r.end_tokens - r.start_tokens
         return 0.0, self.simulated_s, r.tokens
 
     def _passes(self, origin: str) -> int:
@@ -270,22 +267,6 @@ def joined_runs(runs: Sequence[Run]) -> Run:
         status=next((r.status for r in runs if r.status != "complete"), "complete"),
         cut_off=CutOff(*map(np.concatenate, zip(*(r.cut_off for r in runs), strict=True))),
     )  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class ServeResult:
-    """Every policy's replications under one scenario."""
-
-    scenario: Scenario
-    runs: Mapping[str, Sequence[Run]]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one record per policy: means over replications, with 95% t intervals.
-
-        ``<metric>_lo`` and ``_hi`` accompany throughput and the three mean latencies where
-        there are two or more replications.
-        """
-        return [merged_rows([run.row() for run in runs]) for runs in self.runs.values()]
 
 
 def _entry(coverage: Coverage) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import pandas as pd
 import pyarrow as pa
@@ -34,13 +34,34 @@ OPTIONAL = {"rate", "scale", "concurrency", "router", "requests"}
 _SUM = re.compile(rb', "sha256": "([0-9a-f]{16})"}$')
 
 
-class Results(NamedTuple):
-    """Rows of a results file."""
+@dataclass
+class Results:
+    """The lines of a results file."""
 
-    rows: list[dict[str, Any]]
-    complete: bool
+    path: Path
+    header: dict[str, Any] = field(default_factory=dict)
+    """Empty if the first line is not a header."""
+    numbered: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Rows by their numbers."""
+    complete: bool = False
     """False: the run that wrote them did not come to its end."""
-    meta: dict[str, Any]
+    damaged: list[int] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows in the order of their numbers."""
+        return [self.numbered[number] for number in sorted(self.numbered)]
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Metadata stored with the rows."""
+        return dict(self.header.get("meta") or {})
+
+    @property
+    def problem(self) -> str:
+        """Return in words which lines are damaged."""
+        lines = ", ".join(map(str, self.damaged))
+        return f"results file {self.path}, line {lines}: damaged, or edited after it was written"
 
 
 class ResultsFile:
@@ -112,17 +133,17 @@ class ResultsFile:
                 f"{self.path} holds something else than results of `draftsim {self.command}`: "
                 "name another file, or remove it"
             )
-        if found.complete or not found.rows:
+        if found.complete or not found.numbered:
             return []
         if self.key is None or found.meta.get("key") != self.key:
             self.say(
-                f"{self.path} held {len(found.rows)} finished row(s) of a stopped run with other "
-                "options: they are overwritten"
+                f"{self.path} held {len(found.numbered)} finished row(s) of a stopped run with "
+                "other options: they are overwritten"
             )
             return []
         if found.damaged:
             self.say(f"{found.problem}: missing rows are computed again")
-        self.kept = {number: found.rows[number] for number in sorted(found.rows)}
+        self.kept = dict(sorted(found.numbered.items()))
         self._numbers = list(self.kept)
         return [_line(found.header), *(_row_line(n, row) for n, row in self.kept.items())]
 
@@ -138,7 +159,7 @@ class ResultsFile:
                 self._write(_line(end))
                 if self._numbers != sorted(self._numbers):
                     found = _parsed(self.path)
-                    rows = [_row_line(n, found.rows[n]) for n in sorted(found.rows)]
+                    rows = [_row_line(n, row) for n, row in sorted(found.numbered.items())]
                     write_atomically(self.path, b"".join([_line(found.header), *rows, _line(end)]))
         self._file = None
 
@@ -177,41 +198,17 @@ def read_results(path: str | Path) -> Results:
         )
     if found.damaged:
         raise FileError(f"{found.problem}: the command that wrote it computes its row again")
-    rows = [found.rows[number] for number in sorted(found.rows)]
-    return Results(rows, found.complete, found.meta)
+    return found
 
 
-@dataclass
-class _Parsed:
-    """The parsed lines of a results file."""
-
-    path: Path
-    header: dict[str, Any] = field(default_factory=dict)
-    """Empty if the first line is not a header."""
-    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
-    complete: bool = False
-    damaged: list[int] = field(default_factory=list)
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """Metadata stored with the rows."""
-        return dict(self.header.get("meta") or {})
-
-    @property
-    def problem(self) -> str:
-        """Return in words which lines are damaged."""
-        lines = ", ".join(map(str, self.damaged))
-        return f"results file {self.path}, line {lines}: damaged, or edited after it was written"
-
-
-def _parsed(path: Path) -> _Parsed:
+def _parsed(path: Path) -> Results:
     """Return the lines of a file; FileError if it cannot be read."""
     try:
         content = path.read_bytes()
     except OSError as error:
         reason = error.strerror or error
         raise FileError(f"results file {path} cannot be read ({reason}): check the path") from None
-    found, rows = _Parsed(path), None
+    found, rows = Results(path), None
     lines = content.split(b"\n")
     for number, line in enumerate(lines, 1):
         value = _checked(line)
@@ -221,11 +218,11 @@ def _parsed(path: Path) -> _Parsed:
             found.header = value
         elif value is not None and value.get("complete") is True:
             rows = value.get("rows")
-        elif value is not None and "row" in value and value.get("number") not in found.rows:
-            found.rows[value["number"]] = value["row"]
+        elif value is not None and "row" in value and value.get("number") not in found.numbered:
+            found.numbered[value["number"]] = value["row"]
         elif line and number < len(lines):  # else killed while writing it
             found.damaged.append(number)
-    found.complete = rows == len(found.rows) and not found.damaged
+    found.complete = rows == len(found.numbered) and not found.damaged
     return found
 
 

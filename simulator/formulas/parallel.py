@@ -1,16 +1,32 @@
-"""Distributed speculative inference (Timor et al., arXiv:2405.14105).
+"""Drafting while the target verifies: PEARL and distributed speculative inference (DSI).
 
-Expected latency of `tokens` tokens under i.i.d. acceptance, computed exactly by recursion
-over the tokens left, in target passes.  Cost model of the authors' offline simulator
-(github.com/keyboardAnt/distributed-speculative-inference, dsi/offline): ``draft`` is the
-latency of one draft pass, ``lookahead`` the drafts a block holds.  Distributed inference hides
-verification by drafting: only the pass that rejects, or that ends the output, adds to the latency;
-and it is never slower than plain decoding, which runs in parallel.
+PEARL (arXiv:2408.11850) runs both on two devices.  A step lasts as long as the slower of gamma
+draft passes and one target pass.  While the draft is unconfirmed the target checks its first token
+only (*pre-verify*); once that is accepted, it checks gamma tokens per step (*post-verify*), until
+one is rejected.
+
+DSI (Timor et al., arXiv:2405.14105): expected latency of `tokens` tokens under i.i.d. acceptance,
+computed exactly by recursion over the tokens left, in target passes.  Cost model of the authors'
+offline simulator (github.com/keyboardAnt/distributed-speculative-inference, dsi/offline): ``draft``
+is the latency of one draft pass, ``lookahead`` the drafts a block holds.  Distributed inference
+hides verification by drafting: only the pass that rejects, or that ends the output, adds to the
+latency; and it is never slower than plain decoding, which runs in parallel.
 """
 
 from __future__ import annotations
 
-from simulator.formulas.bounds import require
+from simulator.formulas.general import geometric_sum, require
+
+
+def tokens_per_step(alpha: float, gamma: int) -> float:
+    """Return PEARL's expected tokens per step under i.i.d. acceptance.
+
+    A cycle from one pre-verify to the next emits 1 / (1 - alpha) tokens in
+    1 + alpha / (1 - alpha**gamma) steps (renewal argument); written without the pole at
+    alpha = 1.  gamma = 1 gives 1.
+    """
+    require("gamma", gamma, 1)
+    return geometric_sum(alpha, gamma) / (1 + alpha - alpha**gamma)
 
 
 def sequential_latency(tokens: int, alpha: float, lookahead: int, draft: float) -> float:
