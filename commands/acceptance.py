@@ -17,6 +17,7 @@ from commands.common.printed import print_table
 from traces.digits import counted, three_digits
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
+from traces.store.text import decimal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,6 +102,8 @@ CURVES = (
     "curve", "k", "measured", "hazard", "low", "high", "inside", "iid", "two_state",
     "hazard_error",
 )  # fmt: skip
+JUDGED = ("measured", "inside", "hazard_error", "iid_error", "two_state_error")
+"""Columns of a row whose acceptance length was measured; None elsewhere."""
 
 
 def curve(
@@ -147,7 +150,9 @@ def curve(
         if not asked:
             raise DraftsimError(f"{name}: --given holds every K up to {max(used)}: name others "
                                 "with --k")  # fmt: skip
-        rows += [{"curve": name, **row} for row in extended(lengths, used, asked, level)]
+        # Lengths that were computed from one chance judge nothing.
+        none = dict.fromkeys(JUDGED) if math.isfinite(decimal(name)) else {}
+        rows += [{"curve": name, **row, **none} for row in extended(lengths, used, asked, level)]
     shown = [n for n in CURVES if any(row[n] is not None for row in rows)]
     if json is None:
         note(_predicted(rows, level))

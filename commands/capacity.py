@@ -21,7 +21,7 @@ from commands.common.output import (
     say_drawn,
 )
 from commands.common.progress import working
-from commands.common.written import Shown
+from commands.common.written import Shown, rows_file
 from policies.registry import is_bound
 from traces.digits import counted
 from traces.store.writing import only_writer
@@ -109,7 +109,7 @@ def capacity(
         remark(line)
     chosen = load_serving_policies(texts, recorded, table, largest=largest, say=remark)
     executor = options.chosen_executor(jobs, cluster)
-    kept = None if out is None else out.with_name(out.name + ".jsonl")
+    kept = rows_file(out)
     with only_writer(out) if out is not None else nullcontext():
         with working("simulating") as say:
             rows = plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -25,9 +25,9 @@ from commands.common.output import (
 )
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
-from commands.common.written import TABLES, Shown, write_rows
+from commands.common.written import TABLES, Shown, rows_file, write_rows
 from traces.digits import counted, three_digits
-from traces.errors import DraftsimError, FileError
+from traces.errors import DraftsimError
 from traces.store.writing import only_writer
 
 if TYPE_CHECKING:
@@ -325,13 +325,6 @@ def kept(
 
     table = out if out is not None and out.suffix in TABLES else None
     lines = rows_file(out)
-    if table is not None and lines is not None and lines.is_file():
-        with suppress(FileError):  # a damaged one says so when it is continued
-            if read_results(lines).complete:
-                raise DraftsimError(
-                    f"{lines}: holds finished results, which would be lost: name another file than "
-                    f"{out}, or remove it"
-                )
     with only_writer(table) if table is not None else nullcontext():
         try:
             yield
@@ -372,13 +365,6 @@ def write_as(
     else:
         records = flat(rows).to_dict("records") if path.suffix == ".csv" else rows
         write_rows(path, records, "serve", tables=lambda: [Shown(shown(rows), caption)])
-
-
-def rows_file(out: Path | None) -> Path | None:
-    """Return the file of rows as they come: `out`, or a file next to it that a table replaces."""
-    if out is None or out.suffix not in TABLES:
-        return out
-    return out.with_name(out.name + ".jsonl")
 
 
 @contextmanager

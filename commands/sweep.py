@@ -11,7 +11,13 @@ import typer
 
 from commands.common import options
 from commands.common.configured import MOST_BATCH, MOST_CONTEXT, MOST_LENGTH
-from commands.common.drafted import gpu_names, say_calibrate, say_scaling, weight_formats
+from commands.common.drafted import (
+    carried_words,
+    gpu_names,
+    say_calibrate,
+    say_scaling,
+    weight_formats,
+)
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
@@ -331,12 +337,12 @@ def said_assumed(assumed: list[str], prices: Prices) -> str:
 
 
 def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
-    """Return the recording with its models and device, and the GPUs that it is scaled to.
+    """Return the recording with its models and device, and the GPUs and weights of `prices`.
 
     ``gpu``: only this one of them.
     """
-    gpus = dict.fromkeys(at.gpu for at in prices.tables if at.scaled and gpu in (None, at.gpu))
-    said = recording.said + (f", scaled to {' and '.join(gpus)}" if gpus else "")
+    own = [at for at in prices.tables if gpu in (None, at.gpu)]
+    said = ", ".join([recording.said, *carried_words(own)])
     both = len(prices.ratios) and prices.latencies and gpu is None
     return f"{said}, and at given cost ratios" if both else said
 

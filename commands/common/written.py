@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,26 @@ def check_suffix(path: Path) -> None:
     """Raise DraftsimError if the name of a table's file has another suffix than `TABLES`."""
     if path.suffix not in TABLES:
         raise DraftsimError(f"--out {path}: the suffix is not one of {', '.join(TABLES)}")
+
+
+def rows_file(out: Path | None) -> Path | None:
+    """Return the file of rows as they come: `out`, or one next to a table that replaces it.
+
+    Raises DraftsimError if that one holds finished results, which the table would replace.
+    """
+    from simulator.serving.outcome.results import read_results
+
+    if out is None or out.suffix not in TABLES:
+        return out
+    lines = out.with_name(out.name + ".jsonl")
+    if lines.is_file():
+        with suppress(FileError):  # a damaged one says so when it is continued
+            if read_results(lines).complete:
+                raise DraftsimError(
+                    f"{lines}: holds finished results, which would be lost: name another file than "
+                    f"{out}, or remove it"
+                )
+    return lines
 
 
 def write_rows(
