@@ -109,8 +109,8 @@ def calibrate(
     target = known_target(engine, experts, found.model)
     server = fitted(measured, target, other, passes, noise)
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
-    lengths = draft_lengths(measured) if k is None else _whole("--k", k, MOST_DRAFTED)
-    named = None if context is None else _whole("--context", context, MOST_TOKENS)
+    lengths = draft_lengths(measured) if k is None else batch_sizes("--k", k, MOST_DRAFTED, 0)
+    named = None if context is None else batch_sizes("--context", context, MOST_TOKENS, 0)
     contexts = [server.usual[0]] if named is None else [float(c) for c in named]
     _check_contexts(server, contexts)
     with working("predicting loads"):
@@ -265,18 +265,6 @@ def untold_gains(server: ServerFit) -> list[str]:
             "one draft length): the split of their cost comes from other servers"
         )
     return lines
-
-
-def _whole(name: str, text: str, most: int) -> list[int]:
-    try:
-        values = sorted({int(part) for part in text.split(",")})
-        if values[0] < 0 or values[-1] > most:
-            raise ValueError
-    except ValueError:
-        raise DraftsimError(
-            f"{name} {text!r}: expected whole numbers such as 0,1,3, up to {most:,}"
-        ) from None
-    return values
 
 
 def _cost(name: str, value: Interval, target: Target) -> Mapping[str, str]:

@@ -160,9 +160,10 @@ def sweep(
     """
     from simulator.chosen import swept_policies
     from simulator.unmeasured import free_hosts, said_free, said_outside
+    from simulator.whatif.axes import parse_axis
     from simulator.whatif.breakeven import fastest, overview, thresholds
     from simulator.whatif.cells import Prices, fitting
-    from simulator.whatif.sweep import Sweep, parse_axis, thresholds_path, write_thresholds
+    from simulator.whatif.sweep import Sweep, thresholds_path, write_thresholds
     from traces.latency.table import BATCH_FREE_SAID
     from traces.replay.calls import drafting_always
 
@@ -382,8 +383,8 @@ def _ladder(
     from simulator.plots import save_all_kinds
     from simulator.plots.whatif import plot_ladder
     from simulator.unmeasured import said_free
+    from simulator.whatif.axes import expand
     from simulator.whatif.ladder import ladder as climb
-    from simulator.whatif.sweep import expand
 
     trace = recording.trace
     chosen = None
