@@ -129,8 +129,9 @@ def tune(
     from simulator.targets import parse_targets
     from simulator.tune import launch
     from simulator.tune.costs import DEFAULT_LENGTHS
-    from simulator.tune.search import ONE_REQUEST, Search
+    from simulator.tune.search import Search
     from simulator.tune.settings import laid_out, write_settings
+    from simulator.tune.single import ONE_REQUEST
     from simulator.unmeasured import said_free
 
     targets = None if slo is None else parse_targets(slo)

@@ -267,19 +267,13 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return found
 
 
-def bounded(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command`, which refuses whole numbers beyond `MOST` before it does anything."""
+def check_most(options: Mapping[str, Any]) -> None:
+    """Raise DraftsimError for a whole number beyond `MOST` among values by parameter."""
+    for name, value in options.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if value > (most := MOST.get(name, OTHERWISE)):
+            from traces.errors import DraftsimError
 
-    @wraps(command)
-    def checked(*values: Any, **options: Any) -> None:
-        for name, value in options.items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                continue
-            if value > (most := MOST.get(name, OTHERWISE)):
-                from traces.errors import DraftsimError
-
-                option = name.replace("_", "-")
-                raise DraftsimError(f"--{option} is {value}, expected at most {most}")
-        command(*values, **options)
-
-    return checked
+            option = name.replace("_", "-")
+            raise DraftsimError(f"--{option} is {value}, expected at most {most}")
