@@ -12,8 +12,8 @@ import typer
 from commands.common.configured import MOST_LENGTH
 from commands.common.drafted import FORMS, LONGEST, load_positions, load_unpriced
 from commands.common.options import DraftedOption, TraceOption, batch_sizes
-from commands.common.output import JsonOption, OutOption, emit, note, placed_as
-from commands.common.printed import print_table
+from commands.common.output import JsonOption, LevelOption, OutOption, emit, note, placed_as
+from commands.common.written import Shown
 from traces.digits import counted, three_digits
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
@@ -86,12 +86,9 @@ def doctor(
         + ("" if mine.rounds is None else f"; {mine.rounds:,} rounds")
     )
 
-    def printed() -> None:
-        print_table(rows, title=f"Acceptance by position: {mine.label} against {its.label}")
-        if parts:
-            print_table(parts, title="Tokens per round by context")
-
-    emit("doctor", rows, json, more=more, out=out, printed=printed)
+    tables = [Shown(rows, f"Acceptance by position: {mine.label} against {its.label}")]
+    tables += [Shown(parts, "Tokens per round by context")] if parts else []
+    emit("doctor", rows, json, more=more, out=out, tables=lambda: tables)
     if far := [row["position"] for row in rows if abs(row["z"]) >= DIFFERS]:
         note(f"|z| is {DIFFERS:g} or more at position {', '.join(map(str, far))}")
     if not rows:
@@ -122,7 +119,7 @@ def curve(
         str | None,
         typer.Option("--k", metavar="K,...", help="Draft lengths to predict. Default: up to 8."),
     ] = None,
-    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
+    level: LevelOption = 0.8,
     out: OutOption = None,
     json: JsonOption = None,
 ) -> None:

@@ -21,9 +21,9 @@ from commands.common.drafted import (
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
+    PlotsOption,
     emit,
     note,
-    placed_folder,
     placed_table,
     remark,
     say_drawn,
@@ -143,14 +143,7 @@ def sweep(
             "and judge the best and the policy's default on the others.",
         ),
     ] = False,
-    plots: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            callback=placed_folder,
-            help="Also draw the maps into this folder: PNG, SVG and PDF.",
-        ),
-    ] = None,
+    plots: PlotsOption = None,
     json: JsonOption = None,
 ) -> None:
     """Ask what if: any grid over cost ratio, acceptance, policies, batch, context, device.

@@ -448,7 +448,7 @@ def test_columns_of_commands_that_need_an_engine_are_in_the_glossary() -> None:
         *breakeven.SHOWN, *acceptance.CURVES, *tune.SHOWN, *tune.CARRIED, *tune.CHECKED,
         *engine.SHOWN, *engine.SHOWN_HTTP, *check.TRIED, *check.WITH_DEFAULTS, *recorded.SHOWN,
         *sweep.SHOWN, *sweep.RUNGS, *sweep.SEARCHED, *VALIDATE_COLUMNS, *recorded.BOUNDS,
-        "the file's requests", "mean", *COMPARED,
+        "metric", "statistic", "mean", *COMPARED,
     }  # fmt: skip
     bounds = {n for n in named if n.removesuffix("_lo").removesuffix("_hi") in named - {n}}
     assert {n for n in named - bounds - {"left_out"} if meaning(n) is None} == set()

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from numbers import Integral
 from textwrap import indent
-from types import MappingProxyType, NoneType
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -31,15 +31,16 @@ OFF_TERMINAL = 100
 """Columns of a table that is not for a terminal."""
 UNBOUNDED = 100_000
 """Columns of a console that no table fills."""
-WORD = 32
-"""Characters that a column of words is left, at the least."""
+WORD, NARROW = 32, 15
+"""Characters of a column of words where there is less room."""
+_FIGURE = re.compile(r"[-+\u2212\u00b1\u2265]? ?[\d.,]*(e[+-]\d+)?[%x]?([-/][\d.,]+[%x]?| \(.*\))?")
 INDENT = 4
 """Blanks before what is below a name."""
 
 
 BETTER, WORSE = "green", "red"
 """Colours of what is faster and slower than no speculation, beyond chance where that is known."""
-ANSWERS = ("best K", "k", "setting", "deploy", "speedup", "gain", "replicas", "says")
+ANSWERS = ("k", "setting", "deploy", "speedup", "gain", "replicas", "says")
 """Columns that answer the question: they stay in a table where every row has the same value."""
 RATIOS = ("speedup", "gain", "decode_gain", "default_gain", "served_gain")
 """Columns whose figures are ratios to no speculation."""
@@ -52,13 +53,14 @@ def print_table(
     show: Sequence[str] | None = None,
     title: str | None = None,
     stderr: bool = False,
+    styles: Mapping[str, Sequence[str]] = ALL_DEFAULT,
 ) -> None:
     """Print a table of `records`, on standard output or on standard error.
 
     No number is cut: columns that do not fit next to the others follow below them, after those
     that say which row it is. Bounds of an interval (``x_lo``, ``x_hi``) share a column, and a
     column without a value in any row is left out. A column with the same value in every row is
-    said once below the table.
+    said once below the table.  `styles` replace the colours of some columns' cells.
     """
     where = table_console(stderr)
     if not records:
@@ -67,42 +69,41 @@ def print_table(
     shown, names = with_spans(records, list(show or records[0]))
     names = [n for n in names if any(not _is_missing(r.get(n)) for r in shown)] or names
     names, alike = without_alike(shown, names)
-    cells = {n: [cell_text(str(n), r.get(n)) for r in shown] for n in names}
-    values = {n: [r.get(n) for r in shown] for n in cells}
-    styles = {n: [verdict(str(n), r) for r in records] for n in cells}
-    number = int, float, NoneType
-    numeric = {n for n, v in values.items() if all(isinstance(one, number) for one in v)}
-    numeric |= {n for n in cells if str(n).endswith(SPAN)}
-    for name in cells.keys() - numeric:
-        cells[name] = [text if " " in text else in_lines(text, WORD) for text in cells[name]]
-    # What leads until the first figure tells the rows apart.
-    measured = {n for n, v in values.items() if any(isinstance(one, float) for one in v)}
-    keys = list(takewhile(lambda name: name not in measured, cells))
+    texts = {n: [cell_text(str(n), r.get(n)) for r in shown] for n in names}
+    styles = {n: styles.get(n) or [verdict(str(n), r) for r in records] for n in names}
+    numeric = {n for n, column in texts.items() if is_number_column(column)}
+    sentences = {n for n in {*names} - numeric if any(map(_is_sentence, texts[n]))}
     room = where.width
-    # Headings are folded only where there is no room for them.
-    heads = {n: heading(n, len(n)) for n in cells}
-    if sum(max(map(longest, [*cells[n], n])) + GAP for n in cells) > room:
-        heads = {n: heading(n, max(map(longest, column))) for n, column in cells.items()}
-    needed = {n: max(map(longest, [*column, heads[n]])) for n, column in cells.items()}
-    needed |= {n: min(width, WORD) for n, width in needed.items() if n not in numeric}
-    if len(keys) == len(cells):  # all words, which are folded where they have to be
-        figures = {n for n in keys[1:] if is_number_column(cells[n])}
-        words = {n: " ".join([*cells[n], heads[n]]).split() for n in cells}
-        least = {
-            n: needed[n] if n in (keys[0], *figures) else max(map(len, words[n])) for n in cells
+    for width in (NAME, NARROW, WORD):
+        cells = texts | {
+            n: [text if _is_sentence(text) else in_lines(text, width) for text in texts[n]]
+            for n in {*names} - numeric
         }
-        if sum(least.values()) + GAP * (len(cells) - 1) <= room:
-            _print_block(where, title, drawn(cells, numeric, heads, least, styles))
-            print_alike(alike, where)
-            return
-        keys = [n for n in keys if n not in figures]
+        # Headings are folded only where there is no room for them.
+        heads = {n: heading(n, len(n)) for n in names}
+        if sum(max(map(longest, [*cells[n], n])) + GAP for n in names) > room:
+            heads = {n: heading(n, max(map(longest, column))) for n, column in cells.items()}
+        needed = {n: max(map(longest, [*column, heads[n]])) for n, column in cells.items()}
+        needed |= {n: min(needed[n], WORD) for n in sentences}
+        if sum(needed.values()) + GAP * (len(names) - 1) <= room:
+            break
+    # What leads until the first figure tells the rows apart.
+    counts = {n for n in numeric if all(str(r.get(n)).replace(",", "").isdigit() for r in shown)}
+    keys = list(takewhile(lambda name: name in counts or name not in numeric, names))
+    if keys == names:  # all words, which are folded where they have to be
+        words = {n: " ".join([*cells[n], heads[n]]).split() for n in sentences}
+        needed |= {n: max(map(len, column)) for n, column in words.items()}
     if sum(needed[name] + GAP for name in keys) > 2 * room // 3:
         keys = keys[:1]
-    for i, names in enumerate(blocks(needed, keys, room)):
-        block = {n: cells[n] for n in names}
-        table = drawn(block, numeric, heads, needed, styles)
+    for i, block in enumerate(blocks(needed, keys, room)):
+        table = drawn({n: cells[n] for n in block}, numeric, heads, needed, styles)
         _print_block(where, None if i else title, table)
     print_alike(alike, where)
+
+
+def _is_sentence(text: str) -> bool:
+    """Return True if a cell holds several words, and no name with its marks."""
+    return " " in text.removesuffix(" *").removesuffix(" ~")
 
 
 SPAN = " interval"
@@ -186,8 +187,8 @@ def coloured(low: Any, high: Any) -> str:
 
 
 def is_number_column(texts: Sequence[str]) -> bool:
-    """Return True if every text begins as a figure does, or is a dash."""
-    return all(text[:1].isdigit() or text[:1] in "-+−±≥" for text in texts)
+    """Return True if every text is a figure, with an interval or not, or a dash."""
+    return all(map(_FIGURE.fullmatch, texts))
 
 
 def print_entries(entries: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> None:
@@ -278,7 +279,7 @@ def cell_text(name: str, value: Any) -> str:
         relative = name.endswith("error") and name != "standard_error"
         if relative or name in ("bias", "slowdown", "drift"):
             return f"{100 * value:+.1f}%"
-        if name.endswith("noise") or name in ("spread", "share", "disturbed"):
+        if name.endswith("noise") or name in ("spread", "share", "disturbed", "faster"):
             return f"{100 * value:.1f}%"
         return three_digits(value)
     if isinstance(value, Integral):

@@ -177,7 +177,9 @@ def write_rows(
         content = frame.to_csv(index=False).encode() if as_csv else frame.to_parquet(index=False)
     elif path.suffix == ".tex":
         shown = [Shown(records)] if tables is None else tables()
-        content = "\n".join(_table(one) for one in shown if one.rows).encode()
+        content = "\n".join(
+            _table(one, f"draftsim {command}") for one in shown if one.rows
+        ).encode()
     else:
         content = document(command, records, more).encode()
     write_atomically(path, content)
@@ -228,8 +230,8 @@ def escaped(text: str) -> str:
     return "".join(_SPECIAL.get(c, c) for c in text)
 
 
-def _table(one: Shown) -> str:
-    """Return a table environment with the title as its caption, without columns that are empty."""
+def _table(one: Shown, caption: str) -> str:
+    """Return a table environment without columns that are empty; its title is the caption."""
     names = list(one.show or dict.fromkeys(name for row in one.rows for name in row))
     rows, names = with_spans(one.rows, names)
     cells = {
@@ -239,7 +241,7 @@ def _table(one: Shown) -> str:
     best = _best(one.rows, names)
     align = "".join("r" if is_number_column(cells[n]) else "l" for n in names)
     lines = [
-        r"\begin{table}", r"\centering", f"\\caption{{{escaped(one.title or '')}}}",
+        r"\begin{table}", r"\centering", f"\\caption{{{escaped(one.title or caption)}}}",
         f"\\begin{{tabular}}{{{align}}}", r"\toprule",
         " & ".join(escaped(" ".join(str(n).split())) for n in names) + r" \\", r"\midrule",
     ]  # fmt: skip

@@ -16,9 +16,9 @@ from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
     OutOption,
+    PlotsOption,
     emit,
     note,
-    placed_folder,
     remark,
     say_drawn,
     say_memory,
@@ -98,12 +98,7 @@ def simulate(
         ),
     ] = None,
     resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000,
-    plots: Annotated[
-        Path | None,
-        typer.Option(
-            callback=placed_folder, help="Also draw the results into this folder: PNG, SVG and PDF."
-        ),
-    ] = None,
+    plots: PlotsOption = None,
     out: OutOption = None,
     json: JsonOption = None,
 ) -> None:

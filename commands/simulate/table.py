@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 from commands.common import printed
+from commands.common.columns import COLUMNS
 from commands.common.written import Shown
 from policies.registry import PLAIN, is_bound
 from simulator.whatif.ranking import BEST_FIXED, are_bounds, is_called, lossless, winner
@@ -100,7 +100,8 @@ def print_ranked(
     if said := headline(over_all(rows), recording):
         console.print(printed.printable(said))
     for table in tables:
-        _print(console, table)
+        looks = {"speedup": [_look(row) for row in table.rows]}
+        printed.print_table(table.rows, table.show, table.title, styles=looks)
     console.print()
     for line in dict.fromkeys(line for table in tables for line in table.notes):
         console.print(printed.printable(line))
@@ -167,7 +168,7 @@ BOTH = ("policy", "verify", "speedup", "95%", "gain, %", "wrong")
 def _shown(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Shown:
     """Return the table of these columns, without those that no row has."""
     cells = [_cells(row) for row in rows]
-    names = [name for name in columns if any(name in row for row in cells)]
+    names = [name for name in columns if any(row.get(name, "-") != "-" for row in cells)]
     return Shown(cells, title, names, _footnotes(rows, names))
 
 
@@ -209,23 +210,16 @@ def _footnotes(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
         found.append("~ approximate")
     if any(is_bound(r["policy"]) for r in rows):
         found.append("oracle knows every outcome: a bound, not a policy")
-    if "wrong" in columns and any(not lossless(r["verify"]) for r in rows):
-        found.append("wrong: share of rejected tokens that the lossy rule accepted")
-    if "BLEU" in columns and any(
-        r.get(name) is not None for r in rows for name in ("agreement", "relative_bleu")
-    ):
-        found.append(
-            "like greedy and BLEU: agreement of texts decoded under the rule with greedy ones "
-            "(-: none was recorded)"
-        )
+    told = {
+        name: " ".join(name.split()).replace(" /", "/") for name in columns if name in LOSSY[5:]
+    }
+    found += [f"{name}: {COLUMNS[name]}" for name in told.values()]
     scored = [r for r in rows if r.get("scored")]
     if scored:
         found.append(
             "solved: prompts with a numeric answer whose text ends in that number, within the "
             "token limit"
         )
-    if CODE in columns and any(r.get("tested") for r in rows):
-        found.append("passes/greedy: % of texts whose code passes its tests, and of greedy texts")
     for row in scored:
         count, own, greedy = (row[name] for name in ("scored", "solved", "solved_greedy"))
         found.append(f"{_row_name(row)}: solved {own} of {count} (greedy {greedy} of {count})")
@@ -241,47 +235,12 @@ def _row_name(row: Row) -> str:
     return f"{row['policy']} / {row['verify']}"
 
 
-def _print(console: Any, table: Shown) -> None:
-    from rich.text import Text
-
-    columns, alike = printed.without_alike(table.rows, [str(name) for name in table.show or ()])
-    looks = [_look(row) for row in table.rows]
-    keys = list(takewhile(lambda name: name in WORDS, columns))
-    console.print()
-    texts = {
-        name: [printed.printable(str(row.get(name, "-"))) for row in table.rows] for name in columns
-    }
-    for width in (printed.NAME, NARROW):
-        shown = {
-            name: [printed.in_lines(text, width) for text in cells] if name in WORDS else cells
-            for name, cells in texts.items()
-        }
-        # A heading asks for no more room than its words.
-        needed = {name: max(map(printed.longest, [*cells, name])) for name, cells in shown.items()}
-        parts = printed.blocks(needed, keys, console.width + printed.GAP)
-        if len(parts) == 1 or "verify" not in columns:
-            break
-    for i, names in enumerate(parts):
-        printed.print_whole(console, printed.drawn(
-            {name: shown[name] for name in names}, {*names} - {*WORDS}, needed=needed,
-            styles={"speedup": looks}, title_justify="left", title_style="",
-            title=None if i else Text(printed.printable(table.title or ""), style="bold"),
-        ))  # fmt: skip
-    printed.print_alike(alike, console)
-
-
 def _look(row: Mapping[str, str]) -> str:
     """Return the colour of a row's speedup: its interval is above 1, or below."""
     low, dash, high = row.get("95%", "").partition("-")
     if not (dash and low and high) or row.get("speedup", "").startswith("\u2265"):
         return ""
     return printed.coloured(float(low), float(high))
-
-
-WORDS = ("policy", "rule", "verify", "category", "fastest")
-"""Columns of names, which are folded where they have places for it."""
-NARROW = 15
-"""Characters of a name on a line where a table of policies and rules is too wide."""
 
 
 def _number(value: float | None, digits: int) -> str:
