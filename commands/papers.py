@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from json import loads
@@ -24,7 +24,6 @@ from traces.store.recordings import DEFAULT_TRACE, PAPERS_TRACE, given_name
 if TYPE_CHECKING:
     import pandas as pd
 
-    from simulator.papers.measured.rows import Record
     from simulator.papers.ours import Row
     from traces.acceptance.sampling import Sampling
     from traces.acceptance.trace import Trace
@@ -238,23 +237,15 @@ def print_evidence(
         rows = measured_rows(logs, study or "")
     if not rows:
         raise DraftsimError(f"--table {study!r} names no study: try RTX, vLLM or GammaTune")
-    records = by_study(rows)
     remarks = notes_on(rows)
-    more: dict[str, object] = {"records": [
+    records = [
         {"study": name, "given": given, **record._asdict()}
-        for (name, given), record in records.items()
-    ], "notes": remarks}  # fmt: skip
-
-    table = Shown(
-        [_line(*names, one) for names, one in records.items()],
-        "predicted public measurements, from the others of each study", notes=remarks,
-    )  # fmt: skip
-
+        for (name, given), record in by_study(rows).items()
+    ]
+    title = "predicted public measurements, from the others of each study"
     if json is None:
-        errors = [record.median for record in records.values()]
-        right, signs = (
-            sum(getattr(r, n) for r in records.values()) for n in ("sign_right", "signs")
-        )
+        errors = [record["median"] for record in records]
+        right, signs = (sum(record[n] for record in records) for n in ("sign_right", "signs"))
         side = f"; {right} of {signs} speedups are on the right side of 1x" if signs else ""
         note(
             f"{len(rows)} public measurements of {len({row.study for row in rows})} studies, "
@@ -263,8 +254,9 @@ def print_evidence(
         )
 
     emit(
-        "papers", [row._asdict() for row in rows], json, more=more, out=out,
-        tables=lambda: [table],
+        "papers", [row._asdict() for row in rows], json, out=out,
+        more={"records": records, "notes": remarks},
+        tables=lambda: [Shown(records, title, notes=remarks)],
     )  # fmt: skip
     shown = {row.study for row in rows}
     for name, text in SOURCES.items():
@@ -272,19 +264,6 @@ def print_evidence(
             note(f"{name}: {text}")
     if logs is None:
         note("--logs FOLDER adds the logs of EAGLE and Spec-Bench")
-
-
-def _line(study: str, given: str, record: Record) -> Mapping[str, str]:
-    def share(good: int, of: int) -> str:
-        return f"{good} of {of}" if of else "–"
-
-    return {
-        "study": study, "given": given, "rows": str(record.rows),
-        "median |error|": f"{record.median:.1%}", "worst": f"{record.worst:+.1%}",
-        "in acceptance's interval": share(record.covered, record.intervals),
-        "right side of 1x": share(record.sign_right, record.signs),
-        "right rank": share(record.rank_right, record.ranks),
-    }  # fmt: skip
 
 
 def shown_papers(rows: Sequence[Row]) -> list[Shown]:

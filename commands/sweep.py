@@ -297,26 +297,17 @@ def _draw(
     drawn = figures(rows)
     if not drawn:
         note(NOTHING)
-    titles = {
-        end: titled(replace(recording, tables={name: recording.tables[name]}), prices, gpu)
-        for end, (name, gpu) in tables_of(rows).items() if end
-    }  # fmt: skip
-    label = said_assumed(assumed, prices) if assumed else ""
-    labels = {
-        end: said_assumed([name], prices) if name in assumed else ""
-        for end, (name, _) in tables_of(rows).items() if end
-    }  # fmt: skip
-    title = titled(recording, prices)
-
-    def own(texts: dict[str, str], name: str, otherwise: str) -> str:
-        return next((texts[end] for end in texts if name.endswith(end)), otherwise)
-
-    say_drawn([
-        save_all_kinds(
-            figure, plots / f"{name}.png", own(labels, name, label), own(titles, name, title)
-        )
-        for name, figure in drawn.items()
-    ])  # fmt: skip
+    ends = {end: at for end, at in tables_of(rows).items() if end}
+    paths = []
+    for name, figure in drawn.items():
+        latency, gpu = next((at for end, at in ends.items() if name.endswith(end)), (None, None))
+        of, taken = recording, assumed
+        if latency is not None:  # the figure is of one table
+            of = replace(recording, tables={latency: recording.tables[latency]})
+            taken = [one for one in assumed if one == latency]
+        label = said_assumed(taken, prices) if taken else ""
+        paths.append(save_all_kinds(figure, plots / f"{name}.png", label, titled(of, prices, gpu)))
+    say_drawn(paths)
 
 
 def said_assumed(assumed: list[str], prices: Prices) -> str:

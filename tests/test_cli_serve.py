@@ -477,7 +477,7 @@ def test_a_stopped_run_leaves_readable_rows_marked_incomplete(
     def command() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = [
-            "draftsim", "serve", "--trace", str(synthetic_run), "--rate", ",".join(["0.5"] * 400),
+            "draftsim", "serve", "--trace", str(synthetic_run), "--rate", "0.4:0.6:400",
             "--requests", "20", "--policy", "autoregressive", "--out", str(out),
         ]  # fmt: skip
         draftsim.main()

@@ -33,7 +33,10 @@ UNBOUNDED = 100_000
 """Columns of a console that no table fills."""
 WORD, NARROW = 32, 15
 """Characters of a column of words where there is less room."""
-_FIGURE = re.compile(r"[-+\u2212\u00b1\u2265]? ?[\d.,]*(e[+-]\d+)?[%x]?([-/][\d.,]+[%x]?| \(.*\))?")
+_FIGURE = re.compile(
+    r"[-+\u2212\u00b1\u2265]? ?[\d.,]*(e[+-]\d+)?[%x]?(([-/]| of | to )[\d.,]+[%x]?| \(.*\))?"
+)
+"""A figure, its interval, or its part of another; a dash, or nothing."""
 INDENT = 4
 """Blanks before what is below a name."""
 
@@ -277,9 +280,9 @@ def cell_text(name: str, value: Any) -> str:
     if isinstance(value, float):
         # A standard error is in its figure's own unit, every other error relative.
         relative = name.endswith("error") and name != "standard_error"
-        if relative or name in ("bias", "slowdown", "drift"):
+        if relative or name in ("bias", "slowdown", "drift", "worst"):
             return f"{100 * value:+.1f}%"
-        if name.endswith("noise") or name in ("spread", "share", "disturbed", "faster"):
+        if name.endswith("noise") or name in ("spread", "share", "disturbed", "faster", "median"):
             return f"{100 * value:.1f}%"
         return three_digits(value)
     if isinstance(value, Integral):

@@ -64,11 +64,6 @@ class Search:
         if self.engine in ONE_REQUEST and list(self.batches or [1]) != [1]:
             raise DraftsimError(f"{ONE_REQUEST[self.engine].alone}: drop --batch")
 
-    @property
-    def has_contexts(self) -> bool:
-        """True if settings differ by context."""
-        return self.by_context or self.by_length or self.contexts is not None
-
     def largest(self, latency: LatencyTable) -> int:
         """Return the largest batch size searched."""
         one = self.by_length or self.engine in ONE_REQUEST
@@ -91,6 +86,7 @@ class Search:
             return tune_single(self.engine, trace, latency, **options)
         batches = [1] if self.by_length and not self.batches else self.batches
         if self.engine == "vllm":
-            options |= {"by_context": self.has_contexts, "contexts": self.contexts}
+            by_context = self.by_context or self.by_length or self.contexts is not None
+            options |= {"by_context": by_context, "contexts": self.contexts}
         found = SEARCHES[self.engine](trace, latency, batches, progress=progress, **options)
         return by_length(found) if self.by_length else found
