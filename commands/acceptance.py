@@ -229,11 +229,6 @@ def export(
         for place, (alpha, survival) in enumerate(rates, 1)
     ]
     emit("export", rows, json, title="Acceptance by position in the draft")
-    if json is None:
-        note(
-            "alpha: chance that a token is accepted if those before it were; survival: chance that "
-            "it and those before it are"
-        )
     note(f"wrote {out}; commands read it as --trace, with --latency")
 
 

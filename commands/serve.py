@@ -455,8 +455,8 @@ def _at(load: float | None, closed: bool) -> str:
 def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the columns of the printed table; latencies in milliseconds.
 
-    What is as usual has no value: one replica, one replication, no targets, nothing refused or
-    pre-empted, a run that is complete and exact, as many requests finished everywhere.
+    Columns that would say the same of every row have no value: nothing refused or pre-empted, every
+    run complete, no targets, one replication, as many requests finished everywhere.
     """
     usual = {"complete", "exact", "exact up to near-ties"}
     differ = len({row["requests"] for row in rows}) > 1

@@ -45,6 +45,7 @@ COLUMNS: dict[str, str] = {
     "gain, %": "speed over the row that --against names, in percent, with its interval",
     "tokens/round": "acceptance length: tokens per target pass",
     "block_efficiency": "acceptance length: tokens per target pass",
+    "acceptance_rate": "draft acceptance rate: accepted of all drafted tokens",
     "emitted": "acceptance length: tokens per target pass",
     "accepted": "draft acceptance rate: accepted of all drafted tokens",
     "wrong": "share of rejected tokens that the lossy rule accepted",

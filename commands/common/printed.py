@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from numbers import Integral
 from textwrap import indent
-from types import MappingProxyType
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -29,8 +28,6 @@ GAP = 2
 _WORD = r"(?>\[[^\]]*\]|[^:,])"
 OFF_TERMINAL = 100
 """Columns of a table that is not for a terminal."""
-UNBOUNDED = 100_000
-"""Columns of a console that no table fills."""
 WORD, NARROW = 32, 15
 """Characters of a column of words where there is less room."""
 _FIGURE = re.compile(
@@ -47,8 +44,6 @@ ANSWERS = ("k", "setting", "deploy", "speedup", "gain", "replicas", "says")
 """Columns that answer the question: they stay in a table where every row has the same value."""
 RATIOS = ("speedup", "gain", "decode_gain", "default_gain", "served_gain")
 """Columns whose figures are ratios to no speculation."""
-ALL_DEFAULT: Mapping[str, Any] = MappingProxyType({})
-"""No value for any column."""
 
 
 def print_table(
@@ -56,14 +51,13 @@ def print_table(
     show: Sequence[str] | None = None,
     title: str | None = None,
     stderr: bool = False,
-    styles: Mapping[str, Sequence[str]] = ALL_DEFAULT,
 ) -> None:
     """Print a table of `records`, on standard output or on standard error.
 
     No number is cut: columns that do not fit next to the others follow below them, after those
     that say which row it is. Bounds of an interval (``x_lo``, ``x_hi``) share a column, and a
     column without a value in any row is left out. A column with the same value in every row is
-    said once below the table.  `styles` replace the colours of some columns' cells.
+    said once below the table.
     """
     where = table_console(stderr)
     if not records:
@@ -73,7 +67,6 @@ def print_table(
     names = [n for n in names if any(not _is_missing(r.get(n)) for r in shown)] or names
     names, alike = without_alike(shown, names)
     texts = {n: [cell_text(str(n), r.get(n)) for r in shown] for n in names}
-    styles = {n: styles.get(n) or [verdict(str(n), r) for r in records] for n in names}
     numeric = {n for n, column in texts.items() if is_number_column(column)}
     sentences = {n for n in {*names} - numeric if any(map(_is_sentence, texts[n]))}
     room = where.width
@@ -99,8 +92,20 @@ def print_table(
     if sum(needed[name] + GAP for name in keys) > 2 * room // 3:
         keys = keys[:1]
     for i, block in enumerate(blocks(needed, keys, room)):
-        table = drawn({n: cells[n] for n in block}, numeric, heads, needed, styles)
-        _print_block(where, None if i else title, table)
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+        for n in block:
+            table.add_column(
+                Text(heads[n]), overflow="fold", justify="right" if n in numeric else "left",
+                no_wrap=n in numeric, min_width=needed[n],
+            )  # fmt: skip
+        for row, record in enumerate(records):
+            table.add_row(*(Text(cells[n][row], style=verdict(str(n), record)) for n in block))
+        where.print()
+        if title is not None and not i:  # one of the table's own is folded to its width
+            where.print(Text(printable(title), style="bold"))
+        # A terminal wraps what is wider than itself.
+        width = sum(needed[n] + GAP for n in block)
+        (where if width <= room else console(width=width, stderr=stderr)).print(table)
     print_alike(alike, where)
 
 
@@ -178,14 +183,10 @@ def verdict(name: str, row: Mapping[Any, Any]) -> str:
     ''
     """
     value = row.get(name)
-    if name not in RATIOS or not isinstance(value, (int, float)):
-        return ""
     low, high = (row.get(f"{name}_{end}") for end in ("lo", "hi"))
-    return coloured(value if _is_missing(low) else low, value if _is_missing(high) else high)
-
-
-def coloured(low: Any, high: Any) -> str:
-    """Return the style of a ratio that lies between `low` and `high`."""
+    low, high = value if _is_missing(low) else low, value if _is_missing(high) else high
+    if name not in RATIOS or not isinstance(low, (int, float)):
+        return ""
     return BETTER if low > 1 else WORSE if high < 1 else ""
 
 
@@ -207,48 +208,6 @@ def print_entries(entries: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> Non
         for parts in paragraphs:
             shown = in_parts([printable(part) for part in parts], where.width - INDENT)
             where.print(Text(indent(shown, " " * INDENT)), soft_wrap=True)
-
-
-def drawn(
-    cells: Mapping[str, Sequence[str]], numeric: Collection[str],
-    heads: Mapping[str, str] = ALL_DEFAULT, needed: Mapping[str, int] = ALL_DEFAULT,
-    styles: Mapping[str, Sequence[str]] = ALL_DEFAULT, most: Mapping[str, int] = ALL_DEFAULT,
-    **options: Any,
-) -> Table:  # fmt: skip
-    """Return columns of text as a table of rich, which folds all but the `numeric` ones.
-
-    By column, there are its heading (default: its name), its least and largest width in characters,
-    and the styles of its cells; ``options`` are those of the whole table.
-    """
-    from rich.box import SIMPLE_HEAD
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, **options)
-    for name in cells:
-        table.add_column(
-            Text(heads.get(name, name)), overflow="fold",
-            justify="right" if name in numeric else "left", no_wrap=name in numeric,
-            min_width=needed.get(name), max_width=most.get(name),
-        )  # fmt: skip
-    for i, row in enumerate(zip(*cells.values(), strict=True)):
-        looks = (styles[name][i] if name in styles else "" for name in cells)
-        table.add_row(*(Text(text, style=look) for text, look in zip(row, looks, strict=True)))
-    return table
-
-
-def _print_block(where: Console, title: str | None, table: Table) -> None:
-    where.print()
-    if title is not None:  # one of the table's own is folded to its width
-        where.print(Text(printable(title), style="bold"))
-    print_whole(where, table)
-
-
-def print_whole(where: Console, table: Table) -> None:
-    """Print a table with all its columns, on a wider console if need be: the terminal wraps it."""
-    anywhere = where.options.update_width(UNBOUNDED)
-    needed = Measurement.get(where, anywhere, table).minimum
-    if needed > where.width:
-        where = console(width=needed, stderr=where.stderr)
-    where.print(table)
 
 
 def table_console(stderr: bool = False) -> Console:

@@ -260,14 +260,9 @@ def _table(one: Shown, caption: str) -> str:
 
 def _in_table(text: str) -> str:
     """Return a cell's text escaped; a range of figures is set with an en dash."""
-    low, dash, high = text.partition("-")
-    if dash and _is_figure(low) and _is_figure(high):
-        return f"{low}--{high}"
+    if is_number_column([text]):
+        text = re.sub(r"(?<=\d)-", "--", text)
     return escaped(" ".join(text.split()))
-
-
-def _is_figure(text: str) -> bool:
-    return text.replace(".", "", 1).isdigit()
 
 
 def _best(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> int | None:

@@ -334,13 +334,7 @@ def _emit(
     ``by_name``: the policies were named one by one.  ``of``: the recording, its models and device.
     ``by_phase``: rows by phase, if any were named.  ``gains``: print gains over another row, too.
     """
-    from commands.simulate.table import (
-        headline,
-        over_all,
-        print_ranked,
-        ranked_tables,
-        shown_phases,
-    )
+    from commands.simulate.table import BY_PHASE, headline, over_all, print_ranked, ranked_tables
     from simulator.unmeasured import said_free, said_outside
 
     more: dict[str, Any] = {"headline": headline(over_all(rows), of)}
@@ -350,7 +344,8 @@ def _emit(
     def printed() -> None:
         print_ranked(rows, by_name, of, gains)
         if by_phase:
-            print_table(shown_phases(by_phase), title="by phase of the answer")
+            drafting = [row for row in by_phase if row["policy"] != PLAIN]
+            print_table(drafting, BY_PHASE, "by phase of the answer")
 
     emit(
         "simulate", rows, json, more=more, out=out,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,8 +100,7 @@ def print_ranked(
     if said := headline(over_all(rows), recording):
         console.print(printed.printable(said))
     for table in tables:
-        looks = {"speedup": [_look(row) for row in table.rows]}
-        printed.print_table(table.rows, table.show, table.title, styles=looks)
+        printed.print_table(table.rows, table.show, table.title)
     console.print()
     for line in dict.fromkeys(line for table in tables for line in table.notes):
         console.print(printed.printable(line))
@@ -149,7 +148,7 @@ def ranked_tables(
     elif parts:
         if by_name or (not exact and len({row["verify"] for row in lossy}) > 1):
             lines = category_rows([*exact, *lossy], parts)
-            tables.append(Shown(lines, f"{begin}speedup by category", list(lines[0])))
+            tables.append(Shown(lines, f"{begin}speedup by category", BY_CATEGORY))
         elif ladder := category_ladder(
             exact or lossy, [r for r in parts if not exact or lossless(r["verify"])]
         ):
@@ -163,6 +162,10 @@ LOSSLESS = ("policy", "speedup", "95%", "gain, %", "tokens\n/round", "accepted")
 LOSSY = ("policy", "rule", "speedup", "95%", "gain, %", "wrong", "like\ngreedy", "BLEU", CODE)
 BOTH = ("policy", "verify", "speedup", "95%", "gain, %", "wrong")
 """Columns of the tables of each kind of row, and of one that holds both kinds."""
+SPEEDUP = ("speedup", "speedup_lo", "speedup_hi")
+BY_CATEGORY = ("category", "policy", "verify", *SPEEDUP)
+BY_PHASE = ("phase", "share", "policy", "block_efficiency", "acceptance_rate", *SPEEDUP)
+"""Columns of the tables of rows by category and by phase of the answer."""
 
 
 def _shown(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Shown:
@@ -172,13 +175,14 @@ def _shown(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Shown:
     return Shown(cells, title, names, _footnotes(rows, names))
 
 
-def _cells(row: Row) -> dict[str, str]:
-    """Return the row's cells as text, by column, and its note."""
+def _cells(row: Row) -> dict[str, Any]:
+    """Return the row's cells as text, by column, and its note; bounds colour the speedup."""
     bound = are_bounds([row])
     about = row["fidelity"] == "approximate" and lossless(row["verify"])
     name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] and not bound else "")
     least = "\u2265 " if bound else ""
-    cells = {
+    cells = {name: None if bound else row[name] for name in ("speedup_lo", "speedup_hi")}
+    cells |= {
         "policy": name, "rule": row["verify"], "speedup": least + _speed(row), "95%": _span(row),
         "verify": "-" if row["policy"] == PLAIN else row["verify"], "note": row["note"] or "",
         "tokens\n/round": _number(row["block_efficiency"], 2),
@@ -235,14 +239,6 @@ def _row_name(row: Row) -> str:
     return f"{row['policy']} / {row['verify']}"
 
 
-def _look(row: Mapping[str, str]) -> str:
-    """Return the colour of a row's speedup: its interval is above 1, or below."""
-    low, dash, high = row.get("95%", "").partition("-")
-    if not (dash and low and high) or row.get("speedup", "").startswith("\u2265"):
-        return ""
-    return printed.coloured(float(low), float(high))
-
-
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
@@ -285,43 +281,12 @@ def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[st
     return lines
 
 
-def category_rows(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Return a line for each category and each row of `overall` but plain decoding, in its order.
-
-    ``rows`` are those by category.
-    """
-    lossy = len({row["verify"] for row in overall if row["policy"] != PLAIN}) > 1
-    lines = []
-    for category in dict.fromkeys(row["category"] for row in rows):
-        own = {_key(row): row for row in rows if row["category"] == category}
-        shown = category
-        for row in overall:
-            if row["policy"] == PLAIN or (found := own.get(_key(row))) is None:
-                continue
-            line = {"category": shown, "policy": row["policy"]}
-            line |= {"verify": row["verify"]} if lossy else {}
-            lines.append({**line, "speedup": _speed(found), "95%": _span(found)})
-            shown = ""
-    return lines
-
-
-def shown_phases(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Return the rows as printed: a line for each phase and policy, but for plain decoding."""
-    lines, last = [], None
-    for row in rows:
-        if row["policy"] == PLAIN:
-            continue
-        new, last = row["phase"] != last, row["phase"]
-        lines.append({
-            "phase": row["phase"] if new else "",
-            "share": f"{row['share']:.0%}" if new else "",
-            "policy": row["policy"],
-            "tokens/round": _number(row["block_efficiency"], 2),
-            "accepted": _share(row["acceptance_rate"]),
-            "speedup": _speed(row),
-            "95%": _span(row),
-        })  # fmt: skip
-    return lines
+def category_rows(overall: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """Return those of `rows`, by category, in the order of `overall`, but for plain decoding."""
+    own = {(row["category"], *_key(row)): row for row in rows}
+    drafting = [_key(row) for row in overall if row["policy"] != PLAIN]
+    categories = dict.fromkeys(row["category"] for row in rows)
+    return [own[one, *key] for one in categories for key in drafting if (one, *key) in own]
 
 
 def _key(row: Row) -> tuple[str, ...]:
