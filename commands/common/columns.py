@@ -238,6 +238,7 @@ COLUMNS: dict[str, str] = {
     "given": "part of the study that the prediction uses",
     "rows": "number of predicted figures",
     "median": "median error of the predictions",
+    "median |error|": "median error of the predictions",
     "worst": "largest error of the predictions",
     "covered": "figures inside the interval that follows from acceptance",
     "intervals": "figures that have such an interval",

@@ -182,9 +182,9 @@ def verdict(name: str, row: Mapping[Any, Any]) -> str:
     >>> verdict("gain", {"gain": 1.2, "gain_lo": 0.9, "gain_hi": 1.3})
     ''
     """
-    value = row.get(name)
-    low, high = (row.get(f"{name}_{end}") for end in ("lo", "hi"))
-    low, high = value if _is_missing(low) else low, value if _is_missing(high) else high
+    value: Any = row.get(name)
+    ends: list[Any] = [row.get(f"{name}_{end}") for end in ("lo", "hi")]
+    low, high = (value if _is_missing(end) else end for end in ends)
     if name not in RATIOS or not isinstance(low, (int, float)):
         return ""
     return BETTER if low > 1 else WORSE if high < 1 else ""

@@ -17,16 +17,7 @@ from simulator.tune import gains
 from simulator.tune.costs import longest_draft, price_grid
 from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, check_settings
 from simulator.tune.served import SEARCH_CONFIDENCE
-from simulator.tune.settings import (
-    Gain,
-    Tuned,
-    about_recording,
-    about_row,
-    about_targets,
-    plain_row,
-    row_of,
-    summed_up,
-)
+from simulator.tune.settings import Gain, Tuned, about_row, decided, row_of
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, TailError
@@ -35,7 +26,7 @@ from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 
 SingleSetting = Mapping[str, Any]
-"""A document that an engine reads; its first value is the longest draft."""
+"""A document that an engine reads: the longest draft comes first, the threshold last."""
 
 
 def text_of(setting: SingleSetting) -> str:
@@ -213,7 +204,7 @@ def tune_single(
         outside=float(grid.outside[[0, at]].max()), held_out=held_out,
     )  # fmt: skip
     row["warnings"] = about_row(row)
-    warnings = [*about_recording(trace, latency), *about_targets([row], slo)]
+    warnings = list(own.said)
     if not signals:
         warnings.append(
             f"the trace lacks the draft signal {own.threshold} (`draftsim profile` records it): "
@@ -230,14 +221,9 @@ def tune_single(
             "token, and the threshold depends on that: calibrate with runs at two thresholds or "
             "two concurrencies"
         )
-    warnings += own.said
-    if deploy == gains.ON:
-        warnings += summed_up([row])
-        return Tuned(engine, asked[best], [row], warnings)
     if deploy == gains.OFF:
-        warnings.append(
-            f"the best setting, {best}, gives {row['gain']:.3g}x no speculation "
-            f"({rates[0]:.3g} tokens/s): {own.off}"
-        )
-        row = plain_row(row, grid, None, float(grid.within[0]))
-    return Tuned(engine, None, [row], [*warnings, *summed_up([row])])
+        warnings.append(f"the best setting, {best}, gives {row['gain']:.3g}x no speculation")
+    return decided(
+        engine, trace, latency, slo, [row], [grid], {1: (None, float(grid.within[0]))},
+        asked[best], told=warnings, remedy=own.off,
+    )  # fmt: skip
