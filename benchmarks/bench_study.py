@@ -20,8 +20,9 @@ import pytest
 
 from policies import DraftPolicy, parse_policy
 from simulator.executors import Local
+from simulator.whatif.axes import expand, parse_axis, with_gammas
 from simulator.whatif.cells import Prices
-from simulator.whatif.sweep import Sweep, expand, parse_axis, with_gammas
+from simulator.whatif.sweep import Sweep
 from simulator.whatif.tilt import Tilter
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace

@@ -12,11 +12,12 @@ import typer
 from commands.common.configured import MOST_LENGTH
 from commands.common.drafted import FORMS, LONGEST, load_positions, load_unpriced
 from commands.common.options import DraftedOption, TraceOption, batch_sizes
-from commands.common.output import JsonOption, OutOption, emit, note, placed_as
-from commands.common.printed import print_table
+from commands.common.output import JsonOption, LevelOption, OutOption, emit, note, placed_as
+from commands.common.written import Shown
 from traces.digits import counted, three_digits
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
+from traces.store.text import decimal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,12 +86,9 @@ def doctor(
         + ("" if mine.rounds is None else f"; {mine.rounds:,} rounds")
     )
 
-    def printed() -> None:
-        print_table(rows, title=f"Acceptance by position: {mine.label} against {its.label}")
-        if parts:
-            print_table(parts, title="Tokens per round by context")
-
-    emit("doctor", rows, json, more=more, out=out, printed=printed)
+    tables = [Shown(rows, f"Acceptance by position: {mine.label} against {its.label}")]
+    tables += [Shown(parts, "Tokens per round by context")] if parts else []
+    emit("doctor", rows, json, more=more, out=out, tables=lambda: tables)
     if far := [row["position"] for row in rows if abs(row["z"]) >= DIFFERS]:
         note(f"|z| is {DIFFERS:g} or more at position {', '.join(map(str, far))}")
     if not rows:
@@ -101,6 +99,8 @@ CURVES = (
     "curve", "k", "measured", "hazard", "low", "high", "inside", "iid", "two_state",
     "hazard_error",
 )  # fmt: skip
+JUDGED = ("measured", "inside", "hazard_error", "iid_error", "two_state_error")
+"""Columns of a row whose acceptance length was measured; None elsewhere."""
 
 
 def curve(
@@ -119,7 +119,7 @@ def curve(
         str | None,
         typer.Option("--k", metavar="K,...", help="Draft lengths to predict. Default: up to 8."),
     ] = None,
-    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
+    level: LevelOption = 0.8,
     out: OutOption = None,
     json: JsonOption = None,
 ) -> None:
@@ -147,7 +147,9 @@ def curve(
         if not asked:
             raise DraftsimError(f"{name}: --given holds every K up to {max(used)}: name others "
                                 "with --k")  # fmt: skip
-        rows += [{"curve": name, **row} for row in extended(lengths, used, asked, level)]
+        # Lengths that were computed from one chance judge nothing.
+        none = dict.fromkeys(JUDGED) if math.isfinite(decimal(name)) else {}
+        rows += [{"curve": name, **row, **none} for row in extended(lengths, used, asked, level)]
     shown = [n for n in CURVES if any(row[n] is not None for row in rows)]
     if json is None:
         note(_predicted(rows, level))
@@ -227,11 +229,6 @@ def export(
         for place, (alpha, survival) in enumerate(rates, 1)
     ]
     emit("export", rows, json, title="Acceptance by position in the draft")
-    if json is None:
-        note(
-            "alpha: chance that a token is accepted if those before it were; survival: chance that "
-            "it and those before it are"
-        )
     note(f"wrote {out}; commands read it as --trace, with --latency")
 
 

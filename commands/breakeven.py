@@ -12,8 +12,16 @@ from commands.calibrate import fitted, known_target
 from commands.common import options
 from commands.common.configured import MOST_CONTEXT, MOST_LENGTH
 from commands.common.drafted import FORMS, latencies, load_positions, load_recording
-from commands.common.output import MEASURE_MORE, JsonOption, OutOption, emit, note, placed, remark
-from commands.common.printed import print_table
+from commands.common.output import (
+    MEASURE_MORE,
+    JsonOption,
+    LevelOption,
+    OutOption,
+    emit,
+    note,
+    placed,
+    remark,
+)
 from commands.common.progress import working
 from commands.common.written import Shown
 from traces.digits import counted
@@ -85,7 +93,7 @@ def breakeven(
             "acceptance. With --bench, name those still missing.",
         ),
     ] = False,
-    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
+    level: LevelOption = 0.8,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -158,11 +166,11 @@ def breakeven(
     if surface["context"].nunique() > 1:
         pays += f"; by context, {pays_to(surface, 'context', 'tokens')}"
     note(pays)
-    title = "best draft length at each load"
     emit(
         "breakeven", rows, json, more=more, out=out,
-        printed=lambda: print_table(best.to_dict("records"), shown, title),
-        tables=lambda: [Shown(best.to_dict("records"), f"{name}: {title}", shown)],
+        tables=lambda: [
+            Shown(best.to_dict("records"), f"{name}: best draft length at each load", shown)
+        ],
     )  # fmt: skip
     for table in tables.values():
         said = "no table with K above 0 is faster"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,15 +11,22 @@ import typer
 
 from commands.common.drafted import load_positions
 from commands.common.options import OtherAcceptanceOption, batch_sizes
-from commands.common.output import JsonOption, emit, note, placed, placed_recording, remark
-from commands.common.printed import print_table
+from commands.common.output import (
+    JsonOption,
+    LevelOption,
+    emit,
+    note,
+    placed,
+    placed_recording,
+    remark,
+)
 from commands.common.progress import working
-from traces.digits import counted, three_digits
+from commands.common.written import Shown
+from traces.digits import counted
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.aggregate.advice import PredictedSpeed, Suggestion
-    from simulator.aggregate.hazard import Interval
     from simulator.aggregate.positions import Positions
     from simulator.aggregate.server import ServerFit, ServerRun, Target
 
@@ -73,7 +80,7 @@ def calibrate(
             min=1e-4, max=1.0, help="Relative spread of a run's tokens/s, if you repeated runs."
         ),
     ] = None,
-    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
+    level: LevelOption = 0.8,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -98,6 +105,7 @@ def calibrate(
         predicted,
     )
     from simulator.aggregate.benches import latency_table, read_benches
+    from simulator.aggregate.server import COSTS
     from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
     from traces.store.files import write_latency
 
@@ -109,8 +117,8 @@ def calibrate(
     target = known_target(engine, experts, found.model)
     server = fitted(measured, target, other, passes, noise)
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
-    lengths = draft_lengths(measured) if k is None else _whole("--k", k, MOST_DRAFTED)
-    named = None if context is None else _whole("--context", context, MOST_TOKENS)
+    lengths = draft_lengths(measured) if k is None else batch_sizes("--k", k, MOST_DRAFTED, 0)
+    named = None if context is None else batch_sizes("--context", context, MOST_TOKENS, 0)
     contexts = [server.usual[0]] if named is None else [float(c) for c in named]
     _check_contexts(server, contexts)
     with working("predicting loads"):
@@ -119,24 +127,25 @@ def calibrate(
             predicted(server, b, n, c, level) for c in contexts for b in batches for n in lengths
         ]
         intervals, suggestion = server.intervals(level), next_runs(server)[0]
+    meant = {**COSTS, **target.costs}
     rows = [
-        {"cost": name, "value": i.value, "low": i.low, "high": i.high}
+        {
+            "cost": name, "value": i.value, "low": i.low, "high": i.high,
+            "of": meant[name].meaning,
+        }
         for name, i in intervals.items()
-    ]
+    ]  # fmt: skip
     more = {
         "undetermined": list(server.undetermined), "misfit": server.misfit,
         "next_run": suggestion._asdict(), "choices": [row.row for row in best],
         "predictions": [load.row for load in loads],
     }  # fmt: skip
 
-    def printed() -> None:
+    if json is None:
         held = f"At {contexts[0]:,.0f} tokens of context: " if named else ""
         note(": ".join(filter(None, (found.model, held + headline(best, level)))))
-        print_table([shown_choice(row) for row in best])
-        print_table([_load(load) for load in loads])
-        print_table([_cost(name, one, target) for name, one in intervals.items()])
-
-    emit("calibrate", rows, json, more=more, printed=printed)
+    tables = [shown(best), shown(loads, "context"), Shown(rows)]
+    emit("calibrate", rows, json, more=more, tables=lambda: tables)
     for line in _remarks(server):
         note(line)
     note(suggestion.said)
@@ -267,52 +276,12 @@ def untold_gains(server: ServerFit) -> list[str]:
     return lines
 
 
-def _whole(name: str, text: str, most: int) -> list[int]:
-    try:
-        values = sorted({int(part) for part in text.split(",")})
-        if values[0] < 0 or values[-1] > most:
-            raise ValueError
-    except ValueError:
-        raise DraftsimError(
-            f"{name} {text!r}: expected whole numbers such as 0,1,3, up to {most:,}"
-        ) from None
-    return values
-
-
-def _cost(name: str, value: Interval, target: Target) -> Mapping[str, str]:
-    from simulator.aggregate.server import COSTS, SECONDS
-
-    scale, unit = (1e3, " ms") if name in SECONDS else (1.0, "")
-    low, middle, high = (f"{scale * v:.3g}{unit}" for v in (value.low, value.value, value.high))
-    return {
-        "cost": name.replace("_", " "), "value": middle, "from": low, "to": high,
-        "of": {**COSTS, **target.costs}[name].meaning,
-    }  # fmt: skip
-
-
-def shown_choice(row: PredictedSpeed) -> Mapping[str, str]:
-    """Return the line that shows the best draft length at a concurrency."""
-    return {
-        "concurrency": str(row.batch),
-        "best K": str(row.k) + (f", p-min {row.p_min:g}" if row.p_min else ""),
-        **_shown_speed(row), "chance faster": f"{row.faster:.0%}" if row.k else "-",
-    }  # fmt: skip
-
-
-def _load(load: PredictedSpeed) -> Mapping[str, str]:
-    return {
-        "requests": str(load.batch), "K": str(load.k), "context": f"{load.context:,.0f}",
-        **_shown_speed(load),
-    }  # fmt: skip
-
-
-def _shown_speed(row: PredictedSpeed) -> Mapping[str, str]:
-    speed, gain = row.tokens_per_s, row.speedup
-    return {
-        "tokens/s": three_digits(speed.value),
-        "interval": f"{three_digits(speed.low)} to {three_digits(speed.high)}",
-        "speedup": f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})" if row.k else "1",
-    }
+def shown(rows: Sequence[PredictedSpeed], *more: str) -> Shown:
+    """Return the table of predictions; ``more`` are further columns."""
+    names = ["batch", "k", *(["p_min"] if any(row.p_min for row in rows) else []), *more]
+    for name in ("tokens_per_s", "speedup"):
+        names += [name, f"{name}_lo", f"{name}_hi"]
+    return Shown([row.row for row in rows], show=[*names, "faster"])
 
 
 def recommend(
@@ -357,7 +326,7 @@ def recommend(
         int | None, typer.Option(min=1, help="Drafter passes in a step. Default: K.")
     ] = None,
     experts: ExpertsOption = None,
-    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
+    level: LevelOption = 0.8,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", callback=placed, help="Write the engine's setting."),
@@ -425,11 +394,9 @@ def recommend(
         "undetermined": list(server.undetermined), "misfit": server.misfit,
     }  # fmt: skip
 
-    def printed() -> None:
+    if json is None:
         note(": ".join(filter(None, (target or found.model, headline(rows, level)))))
-        print_table([shown_choice(row) for row in rows])
-
-    emit("recommend", [row.row for row in rows], json, more=more, printed=printed)
+    emit("recommend", [row.row for row in rows], json, more=more, tables=lambda: [shown(rows)])
     for text in [*_remarks_on(server, rows, suggestions), *about_batches(batches)]:
         note(text)
     one_length = engine in ("sglang", "llamacpp", "hf")

@@ -14,14 +14,14 @@ from commands.common import options
 from commands.common.output import (
     JsonOption,
     OutOption,
+    PlotsOption,
     emit,
     note,
-    placed_folder,
     remark,
     say_drawn,
 )
 from commands.common.progress import working
-from commands.common.written import Shown
+from commands.common.written import Shown, rows_file
 from policies.registry import is_bound
 from traces.digits import counted
 from traces.store.writing import only_writer
@@ -70,14 +70,7 @@ def capacity(
     jobs: options.JobsOption = None,
     cluster: options.ClusterOption = None,
     out: OutOption = None,
-    plots: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            callback=placed_folder,
-            help="Also draw replicas over request rates into this folder: PNG, SVG and PDF.",
-        ),
-    ] = None,
+    plots: PlotsOption = None,
     json: JsonOption = None,
 ) -> None:
     """Plan capacity: the fewest replicas that meet the SLO, under every policy.
@@ -108,7 +101,7 @@ def capacity(
         remark(line)
     chosen = load_serving_policies(texts, recorded, table, largest=largest, say=remark)
     executor = options.chosen_executor(jobs, cluster)
-    kept = None if out is None else out.with_name(out.name + ".jsonl")
+    kept = rows_file(out)
     with only_writer(out) if out is not None else nullcontext():
         with working("simulating") as say:
             rows = plan(
@@ -138,7 +131,6 @@ Row = Mapping[str, Any]
 
 def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the columns of the printed table."""
-    priced = any(not math.isnan(row["cost_per_hour"]) for row in rows)
     table = []
     for row in rows:
         low, high, stops = row["replicas_lo"], row["replicas_hi"], row["stops_saving"]
@@ -149,8 +141,7 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "add one above, /s": _bound(row["rate_limit"], "never"),
             "each takes, /s": _bound(row["rate_per_replica"], "any"),
             "tokens/s each GPU": row["tok_s_per_gpu"],
-            **({"$/h": row["cost_per_hour"], "$/M tokens": row["cost_per_million_tokens"]}
-               if priced else {}),
+            "$/h": row["cost_per_hour"], "$/M tokens": row["cost_per_million_tokens"],
             "saves below, /s each": _bound(stops, "any"),
         })  # fmt: skip
     return table

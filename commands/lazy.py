@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from commands.common.configured import LEFT_OUT, bounded, configured, expanded, read_config
+from commands.common.configured import LEFT_OUT, check_most, configured, expanded, read_config
 
 
 class Listed(NamedTuple):
@@ -67,28 +67,18 @@ class Sectioned(TyperCommand):
                     formatter.write_dl(records)
 
 
-def _answering(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command`, whose remarks wait for its answer."""
+def _checked(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command` with the checks of every command; its remarks wait for its answer."""
 
     @wraps(command)
     def run(*values: Any, **options: Any) -> None:
         from commands.common.output import answering
-
-        with answering():
-            command(*values, **options)
-
-    return run
-
-
-def _apart(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command`, which refuses to write one file twice, or a file that it reads."""
-
-    @wraps(command)
-    def run(*values: Any, **options: Any) -> None:
         from commands.common.written import check_apart
 
-        check_apart(options)
-        command(*values, **options)
+        with answering():
+            check_apart(options)
+            check_most(options)
+            command(*values, **options)
 
     return run
 
@@ -110,7 +100,7 @@ class _Loaded(Mapping[str, Any]):
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
             one = self.listed[name]
             function = configured(one.function()) if one.configured else one.function()
-            alone.command(name, cls=Sectioned)(_answering(_apart(bounded(function))))
+            alone.command(name, cls=Sectioned)(_checked(function))
             made = self.made[name] = typer.main.get_command(alone)
             own = {option.lstrip("-") for param in made.params for option in param.opts}
 

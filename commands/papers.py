@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from json import loads
@@ -14,8 +14,8 @@ import typer
 
 from commands.common.drafted import load_recording
 from commands.common.options import DraftedOption, LatencyOption, TraceOption, refuse
-from commands.common.output import WIDEST, JsonOption, OutOption, emit, note, wrapped
-from commands.common.printed import cell_text, drawn, print_table, printable, table_console
+from commands.common.output import JsonOption, OutOption, emit, note
+from commands.common.printed import cell_text
 from commands.common.progress import working
 from commands.common.written import Shown
 from traces.errors import DraftsimError
@@ -24,7 +24,6 @@ from traces.store.recordings import DEFAULT_TRACE, PAPERS_TRACE, given_name
 if TYPE_CHECKING:
     import pandas as pd
 
-    from simulator.papers.measured.rows import Record
     from simulator.papers.ours import Row
     from traces.acceptance.sampling import Sampling
     from traces.acceptance.trace import Trace
@@ -131,7 +130,7 @@ def papers(
     note(f"{recording.said}: {_counted(rows)}")
     emit(
         "papers", [row._asdict() for row in rows], json, out=out,
-        printed=lambda: print_papers(rows), tables=lambda: shown_papers(rows),
+        tables=lambda: shown_papers(rows),
     )  # fmt: skip
     if left := len(found) - len(rows):
         note(
@@ -238,23 +237,15 @@ def print_evidence(
         rows = measured_rows(logs, study or "")
     if not rows:
         raise DraftsimError(f"--table {study!r} names no study: try RTX, vLLM or GammaTune")
-    records = by_study(rows)
     remarks = notes_on(rows)
-    more: dict[str, object] = {"records": [
+    records = [
         {"study": name, "given": given, **record._asdict()}
-        for (name, given), record in records.items()
-    ], "notes": remarks}  # fmt: skip
-
-    table = Shown(
-        [_line(*names, one) for names, one in records.items()],
-        "predicted public measurements, from the others of each study",
-    )
-
+        for (name, given), record in by_study(rows).items()
+    ]
+    title = "predicted public measurements, from the others of each study"
     if json is None:
-        errors = [record.median for record in records.values()]
-        right, signs = (
-            sum(getattr(r, n) for r in records.values()) for n in ("sign_right", "signs")
-        )
+        errors = [record["median"] for record in records]
+        right, signs = (sum(record[n] for record in records) for n in ("sign_right", "signs"))
         side = f"; {right} of {signs} speedups are on the right side of 1x" if signs else ""
         note(
             f"{len(rows)} public measurements of {len({row.study for row in rows})} studies, "
@@ -262,14 +253,10 @@ def print_evidence(
             f"{min(errors):.1%} to {max(errors):.1%} by study{side}"
         )
 
-    def printed() -> None:
-        print_table(table.rows)
-        for line in remarks:
-            print(wrapped(printable(line), WIDEST))
-
     emit(
-        "papers", [row._asdict() for row in rows], json, more=more, out=out, printed=printed,
-        tables=lambda: [table],
+        "papers", [row._asdict() for row in rows], json, out=out,
+        more={"records": records, "notes": remarks},
+        tables=lambda: [Shown(records, title, notes=remarks)],
     )  # fmt: skip
     shown = {row.study for row in rows}
     for name, text in SOURCES.items():
@@ -279,69 +266,34 @@ def print_evidence(
         note("--logs FOLDER adds the logs of EAGLE and Spec-Bench")
 
 
-def _line(study: str, given: str, record: Record) -> Mapping[str, str]:
-    def share(good: int, of: int) -> str:
-        return f"{good} of {of}" if of else "–"
-
-    return {
-        "study": study, "given": given, "rows": str(record.rows),
-        "median |error|": f"{record.median:.1%}", "worst": f"{record.worst:+.1%}",
-        "in acceptance's interval": share(record.covered, record.intervals),
-        "right side of 1x": share(record.sign_right, record.signs),
-        "right rank": share(record.rank_right, record.ranks),
-    }  # fmt: skip
-
-
-def print_papers(rows: Sequence[Row]) -> None:
-    """Print one table for the rows of each published table and kind; numbers are never cut.
+def shown_papers(rows: Sequence[Row]) -> list[Shown]:
+    """Return one table for the rows of each published table and kind.
 
     Each part of a note stands once below its table, under the number that the rows give it;
     a degenerate row has a star, and its reason below.
     """
-    from rich.text import Text
-
-    console = table_console()
+    found = []
     for (name, kind), group in groupby(rows, key=lambda row: (row.table, row.kind)):
         mine = list(group)
-        notes = {part: 0 for row in mine for part in _parts(row)}
-        numbers = {part: i for i, part in enumerate(notes, 1)}
-        console.print(Text(f"\n{name}: {kind}", style="bold"))
-        console.print(_table(mine, numbers))
-        for part, number in numbers.items():
-            console.print(Text(printable(f"{number}  {part}")))
-
-
-def shown_papers(rows: Sequence[Row]) -> list[Shown]:
-    """Return the same tables without their notes, as --out writes them."""
-    groups = groupby(rows, key=lambda row: (row.table, row.kind))
-    return [
-        Shown(
-            [
-                {"row": r.row, "column": r.column, "paper": r.published, "ours": r.ours}
-                for r in mine
-            ],
-            f"{name}: {kind}",
-        )
-        for (name, kind), mine in groups
-    ]
+        parts = dict.fromkeys(part for row in mine for part in _parts(row))
+        numbers = {part: i for i, part in enumerate(parts, 1)}
+        before = [None, *(row.row for row in mine)]
+        lines = [
+            {
+                "row": "" if row.row == last else row.row, "column": row.column,
+                "paper": row.published, "ours": cell_text("", row.ours) + " *" * bool(row.mark),
+                "notes": ",".join(str(numbers[part]) for part in _parts(row)) or None,
+            }
+            for row, last in zip(mine, before, strict=False)
+        ]  # fmt: skip
+        notes = [f"{number}  {part}" for part, number in numbers.items()]
+        found.append(Shown(lines, f"{name}: {kind}", notes=notes))
+    return found
 
 
 def _parts(row: Row) -> list[str]:
     parts = row.note.split("; ") if row.note else []
     return [*parts, *([f"* {row.mark}"] if row.mark else [])]
-
-
-def _table(rows: Sequence[Row], numbers: dict[str, int]) -> Any:
-    cells: dict[str, list[str]] = {n: [] for n in ("row", "column", "paper", "ours", "notes")}
-    before = ""
-    for row in rows:
-        said = ",".join(str(numbers[part]) for part in _parts(row))
-        ours = cell_text("", row.ours) + (" *" if row.mark else "")
-        label, before = "" if row.row == before else row.row, row.row
-        line = (label, row.column, cell_text("", row.published), ours, said)
-        for column, text in zip(cells.values(), line, strict=True):
-            column.append(printable(text))
-    return drawn(cells, {"paper", "ours"}, most={"row": 38, "column": 28, "notes": 10})
 
 
 def check(
@@ -375,11 +327,8 @@ def check(
         f"{count - len(failed)} of {count} closed forms agree with simulation (largest difference "
         f"{worst:.1f} standard errors){also}"
     )
-    shown = Shown(_worst(rows), "the largest difference of each formula from simulation")
-    emit(
-        "check", rows, json, out=out, tables=lambda: [shown],
-        printed=lambda: print_table(shown.rows, title=f"{shown.title}; --json has every setting"),
-    )  # fmt: skip
+    title = "the largest difference of each formula from simulation; --json has every setting"
+    emit("check", rows, json, out=out, tables=lambda: [Shown(_worst(rows), title)])
     if len(failed):
         note(f"these disagree with simulation: {', '.join(failed['formula'])}")
         raise typer.Exit(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -15,19 +15,19 @@ from commands.common import options
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
+    PlotsOption,
     emit,
     note,
     placed_as,
-    placed_folder,
     placed_table,
     remark,
     say_drawn,
 )
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
-from commands.common.written import TABLES, Shown, write_rows
+from commands.common.written import TABLES, Shown, rows_file, write_rows
 from traces.digits import counted, three_digits
-from traces.errors import DraftsimError, FileError
+from traces.errors import DraftsimError
 from traces.store.writing import only_writer
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from simulator.tune.gains import Leader, Span
     from traces.latency.table import LatencyTable
 
-NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
-"""Latencies in words, by column."""
 MEAN = "(mean end-to-end latency)"
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
 """Latencies in the printed table, each with its statistic."""
@@ -191,12 +189,7 @@ def serve(
         typer.Option(min=1, help="Processes here. Default: one; for many requests, one per core."),
     ] = None,
     cluster: options.ClusterOption = None,
-    plots: Annotated[
-        Path | None,
-        typer.Option(
-            callback=placed_folder, help="Draw the results into this folder: PNG, SVG and PDF."
-        ),
-    ] = None,
+    plots: PlotsOption = None,
     timeline: Annotated[
         Path | None,
         typer.Option(
@@ -267,7 +260,7 @@ def serve(
         note(f"{recording.said}: {said}")
         print_table(shown(rows))
         if measured:
-            print_measured(measured)
+            print_table(measured, title="The requests of --arrivals, predicted and measured")
 
     more = {"measured": measured} if measured else None
     emit("serve", rows, json, more=more, printed=printed)
@@ -325,13 +318,6 @@ def kept(
 
     table = out if out is not None and out.suffix in TABLES else None
     lines = rows_file(out)
-    if table is not None and lines is not None and lines.is_file():
-        with suppress(FileError):  # a damaged one says so when it is continued
-            if read_results(lines).complete:
-                raise DraftsimError(
-                    f"{lines}: holds finished results, which would be lost: name another file than "
-                    f"{out}, or remove it"
-                )
     with only_writer(table) if table is not None else nullcontext():
         try:
             yield
@@ -372,13 +358,6 @@ def write_as(
     else:
         records = flat(rows).to_dict("records") if path.suffix == ".csv" else rows
         write_rows(path, records, "serve", tables=lambda: [Shown(shown(rows), caption)])
-
-
-def rows_file(out: Path | None) -> Path | None:
-    """Return the file of rows as they come: `out`, or a file next to it that a table replaces."""
-    if out is None or out.suffix not in TABLES:
-        return out
-    return out.with_name(out.name + ".jsonl")
 
 
 @contextmanager
@@ -475,62 +454,34 @@ def _at(load: float | None, closed: bool) -> str:
 def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the columns of the printed table; latencies in milliseconds.
 
-    Columns that would say the same of every row are left out: nothing refused or pre-empted,
-    every run complete, no targets, one replication, as many requests finished everywhere.
+    Columns that would say the same of every row have no value: nothing refused or pre-empted, every
+    run complete, no targets, one replication, as many requests finished everywhere.
     """
-    batches = all(row["concurrency"] is not None for row in rows)
-    targets = any(
-        math.isfinite(row[key]) for row in rows for key in ("ttft_target_s", "tpot_target_s")
-    )
+    usual = {"complete", "exact", "exact up to near-ties"}
+    differ = len({row["requests"] for row in rows}) > 1
     changing = any(row["length_changes"] for row in rows)
-    fleets = any(row["replicas"] > 1 for row in rows)
-    several = any(row["replications"] > 1 for row in rows)
-    plain = {"complete", "exact", "exact up to near-ties"}
-    told = [k for k in ("status", "fidelity") if not {row[k] for row in rows} <= plain]
-    counted = [k for k in ("rejected", "preemptions") if any(row[k] for row in rows)]
-    finished = {row["requests"] for row in rows}
     table = []
     for row in rows:
+        closed, fleet = row["concurrency"] is not None, row["replicas"] > 1
+        targets = math.isfinite(min(row["ttft_target_s"], row["tpot_target_s"]))
         half = row.get("throughput_tok_s_hi", math.nan) - row["throughput_tok_s"]
         table.append({
-            "policy": row["policy"],
-            **({"batch": row["batch"]} if batches else {"rate": row["rate"]}),
-            **({"replicas": row["replicas"]} if fleets else {}),
-            "tokens/s": row["throughput_tok_s"], **({"±": half} if several else {}),
+            "policy": row["policy"], "batch": row["batch"] if closed else None,
+            "rate": row["rate"], "replicas": row["replicas"] if fleet else None,
+            "tokens/s": row["throughput_tok_s"], "±": half if row["replications"] > 1 else None,
             "speedup": row["speedup"],
-            **({} if batches else {"latency ratio": row.get("latency_ratio", math.nan)}),
+            "latency ratio": None if closed else row.get("latency_ratio"),
             **{f"{name} {q}, ms": 1e3 * row[f"{name}_s"][q] for name, q in LATENCIES},
-            **({"in time": row["within_targets"], "goodput/s": row["goodput_req_s"]}
-               if targets else {}),
-            "in batch": row["mean_batch"],
-            **({"imbalance": row["imbalance"]} if fleets else {}),
-            "accepted": row["acceptance_rate"],
-            **({"K changes": row["length_changes"]} if changing else {}),
-            **({"finished": row["requests"]} if len(finished) > 1 else {}),
-            **{k: row[k] for k in counted}, **{k: row[k] for k in told},
+            "in time": row["within_targets"] if targets else None,
+            "goodput/s": row["goodput_req_s"] if targets else None, "in batch": row["mean_batch"],
+            "imbalance": row["imbalance"] if fleet else None, "accepted": row["acceptance_rate"],
+            "K changes": row["length_changes"] if changing else None,
+            "finished": row["requests"] if differ else None, "rejected": row["rejected"] or None,
+            "preemptions": row["preemptions"] or None,
+            **{name: row[name] if row[name] not in usual else None
+               for name in ("status", "fidelity")},
         })  # fmt: skip
     return table
-
-
-def print_measured(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print predicted and measured statistics of each metric, and the error of the prediction."""
-    several = len({row["policy"] for row in rows}) > 1
-    lines: dict[tuple[str, str, str], dict[str, str]] = {}
-    for row in rows:
-        values = {
-            "predicted": _seconds(row["predicted"]), "measured": _seconds(row["measured"]),
-            "error": f"{row['error']:+.1%}",
-        }  # fmt: skip
-        for kind, text in values.items():
-            key = row["policy"], row["metric"], kind
-            named = {"policy": row["policy"]} if several else {}
-            named["the file's requests"] = f"{NAMES[row['metric']]}, {kind}"
-            lines.setdefault(key, named)[row["statistic"]] = text
-    print_table(list(lines.values()))
-
-
-def _seconds(value: float) -> str:
-    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:

@@ -11,13 +11,19 @@ import typer
 
 from commands.common import options
 from commands.common.configured import MOST_BATCH, MOST_CONTEXT, MOST_LENGTH
-from commands.common.drafted import gpu_names, say_calibrate, say_scaling, weight_formats
+from commands.common.drafted import (
+    carried_words,
+    gpu_names,
+    say_calibrate,
+    say_scaling,
+    weight_formats,
+)
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
+    PlotsOption,
     emit,
     note,
-    placed_folder,
     placed_table,
     remark,
     say_drawn,
@@ -137,14 +143,7 @@ def sweep(
             "and judge the best and the policy's default on the others.",
         ),
     ] = False,
-    plots: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            callback=placed_folder,
-            help="Also draw the maps into this folder: PNG, SVG and PDF.",
-        ),
-    ] = None,
+    plots: PlotsOption = None,
     json: JsonOption = None,
 ) -> None:
     """Ask what if: any grid over cost ratio, acceptance, policies, batch, context, device.
@@ -154,9 +153,10 @@ def sweep(
     """
     from simulator.chosen import swept_policies
     from simulator.unmeasured import free_hosts, said_free, said_outside
+    from simulator.whatif.axes import parse_axis
     from simulator.whatif.breakeven import fastest, overview, thresholds
     from simulator.whatif.cells import Prices, fitting
-    from simulator.whatif.sweep import Sweep, parse_axis, thresholds_path, write_thresholds
+    from simulator.whatif.sweep import Sweep, thresholds_path, write_thresholds
     from traces.latency.table import BATCH_FREE_SAID
     from traces.replay.calls import drafting_always
 
@@ -297,26 +297,17 @@ def _draw(
     drawn = figures(rows)
     if not drawn:
         note(NOTHING)
-    titles = {
-        end: titled(replace(recording, tables={name: recording.tables[name]}), prices, gpu)
-        for end, (name, gpu) in tables_of(rows).items() if end
-    }  # fmt: skip
-    label = said_assumed(assumed, prices) if assumed else ""
-    labels = {
-        end: said_assumed([name], prices) if name in assumed else ""
-        for end, (name, _) in tables_of(rows).items() if end
-    }  # fmt: skip
-    title = titled(recording, prices)
-
-    def own(texts: dict[str, str], name: str, otherwise: str) -> str:
-        return next((texts[end] for end in texts if name.endswith(end)), otherwise)
-
-    say_drawn([
-        save_all_kinds(
-            figure, plots / f"{name}.png", own(labels, name, label), own(titles, name, title)
-        )
-        for name, figure in drawn.items()
-    ])  # fmt: skip
+    ends = {end: at for end, at in tables_of(rows).items() if end}
+    paths = []
+    for name, figure in drawn.items():
+        latency, gpu = next((at for end, at in ends.items() if name.endswith(end)), (None, None))
+        of, taken = recording, assumed
+        if latency is not None:  # the figure is of one table
+            of = replace(recording, tables={latency: recording.tables[latency]})
+            taken = [one for one in assumed if one == latency]
+        label = said_assumed(taken, prices) if taken else ""
+        paths.append(save_all_kinds(figure, plots / f"{name}.png", label, titled(of, prices, gpu)))
+    say_drawn(paths)
 
 
 def said_assumed(assumed: list[str], prices: Prices) -> str:
@@ -331,12 +322,12 @@ def said_assumed(assumed: list[str], prices: Prices) -> str:
 
 
 def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
-    """Return the recording with its models and device, and the GPUs that it is scaled to.
+    """Return the recording with its models and device, and the GPUs and weights of `prices`.
 
     ``gpu``: only this one of them.
     """
-    gpus = dict.fromkeys(at.gpu for at in prices.tables if at.scaled and gpu in (None, at.gpu))
-    said = recording.said + (f", scaled to {' and '.join(gpus)}" if gpus else "")
+    own = [at for at in prices.tables if gpu in (None, at.gpu)]
+    said = ", ".join([recording.said, *carried_words(own)])
     both = len(prices.ratios) and prices.latencies and gpu is None
     return f"{said}, and at given cost ratios" if both else said
 
@@ -376,8 +367,8 @@ def _ladder(
     from simulator.plots.look import save_all_kinds
     from simulator.plots.whatif import plot_ladder
     from simulator.unmeasured import said_free
+    from simulator.whatif.axes import expand
     from simulator.whatif.ladder import ladder as climb
-    from simulator.whatif.sweep import expand
 
     trace = recording.trace
     chosen = None

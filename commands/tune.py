@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SHOWN = (
     "batch", "context", "setting", "deploy", "served_tok_s", "gain", "gain_lo", "gain_hi",
-    "decode_tok_s", "decode_gain", "default", "default_gain",
+    "decode_tok_s", "decode_gain", "default", "default_gain", "within_slo", "scaled",
 )  # fmt: skip
 CARRIED = ("setting_dear", "gain_dear", "setting_cheap", "gain_cheap")
 """Columns found at the bounds of the latencies (`simulator.hardware.scaling.bounds_of`): of those
@@ -129,8 +129,9 @@ def tune(
     from simulator.targets import parse_targets
     from simulator.tune import launch
     from simulator.tune.costs import DEFAULT_LENGTHS
-    from simulator.tune.search import ONE_REQUEST, Search
+    from simulator.tune.search import Search
     from simulator.tune.settings import laid_out, write_settings
+    from simulator.tune.single import ONE_REQUEST
     from simulator.unmeasured import said_free
 
     targets = None if slo is None else parse_targets(slo)
@@ -201,7 +202,7 @@ def tune(
     note(f"{recording.said}, {engine}: {_headline(rows)}")
     emit(
         "tune", rows, json, more=more,
-        printed=lambda: print_table(rows, _columns(rows, search.has_contexts), stderr=setting_out),
+        printed=lambda: print_table(rows, _columns(rows), stderr=setting_out),
     )  # fmt: skip
     if tried:
         from commands.engine.check import TRIED, WITH_DEFAULTS, say_tried
@@ -268,25 +269,16 @@ def _captured(engine: str, tuned: Tuned, table: LatencyTable) -> list[int]:
     return list(graphs.sizes)
 
 
-def _columns(rows: list[dict[str, Any]], by_context: bool) -> list[str]:
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
     """Return the columns of the printed table: those that say something about these rows."""
-    first = rows[0]
-    left_out = set() if by_context else {"context"}
-    if first["served_tok_s"] is None:
-        left_out |= {"served_tok_s", "decode_gain"}  # which is the gain
-    if first["decode_tok_s"] is None:
-        left_out |= {"decode_tok_s", "decode_gain"}
-    if first["engine"] == "vllm":
+    usual = {"within_slo": 1, "scaled": False}
+    left_out = {name for name, value in usual.items() if all(row[name] == value for row in rows)}
+    if rows[0]["served_tok_s"] is None:
+        left_out.add("decode_gain")  # which is the gain
+    if rows[0]["engine"] == "vllm":
         left_out |= {"default", "default_gain"}  # no speculation, hence the gain
-    shown = [name for name in SHOWN if name not in left_out]
-    if any(row["within_slo"] < 1 for row in rows):
-        shown.append("within_slo")
-    if any(row["scaled"] for row in rows):
-        shown.append("scaled")
-    shown += [name for name in CARRIED if name in first]
-    if any(row["assumed"] for row in rows):
-        shown.append("assumed")
-    return shown + [name for name in CHECKED[:-2] if name in first]
+    every = (*SHOWN, *CARRIED, "assumed", *CHECKED[:-2])
+    return [name for name in every if name not in left_out]
 
 
 def _headline(rows: list[dict[str, Any]]) -> str:

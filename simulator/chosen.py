@@ -251,7 +251,7 @@ def swept_policies(
     Without `texts` they are the fixed lengths up to `LONGEST` and the oracle.  Each of `gammas`
     becomes the draft length of every policy that has one.  `say` is told what is not fitted.
     """
-    from simulator.whatif.sweep import expand, with_gammas
+    from simulator.whatif.axes import expand, with_gammas
 
     for one in texts or ():
         if not isinstance(one, str):

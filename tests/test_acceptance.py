@@ -328,6 +328,8 @@ def test_curve_on_the_command_line(tmp_path: Path, run: Run) -> None:
     assert run("curve", path, "--given", "7").code == 2
     given = run("curve", f"{path}#thinking_on", "--given", "1,2", "--k", "2,3")
     assert "1 of 1 measured lengths are in" in given.ok().err
+    rate = run("curve", "0.8", "--given", "1,2", "--k", "2,4")  # nothing was measured
+    assert "measured" not in rate.ok().out + rate.err
     own = run("curve", "bundled", "--given", "1,2", "--k", "4", "--json", "-").rows[0]
     assert own["inside"]
     assert json.dumps(own)

@@ -440,7 +440,7 @@ def test_a_far_context_is_refused_unless_the_runs_determine_its_cost(
 def test_draft_lengths_to_predict_are_bounded(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "runs.csv"
     path.write_text("batch,k,tokens_per_s\n1,0,50\n")
-    assert "up to 4,096" in run("calibrate", path, "--k", "0,4097").refusal
+    assert "expected 0 to 4096" in run("calibrate", path, "--k", "0,4097").refusal
 
 
 def test_costs_of_one_context_hold_at_every_other_and_say_so() -> None:

@@ -13,11 +13,10 @@ from typing import get_args
 import pytest
 
 from commands.app import COMMANDS
-from commands.common.configured import bounded
-from commands.common.printed import cell_text, console, print_table
-from commands.common.written import Shown, write_rows
+from commands.common.configured import check_most
+from commands.common.printed import cell_text, print_table
+from commands.common.written import write_rows
 from commands.lazy import leaves
-from commands.simulate.table import _print as ranked_table
 from policies.registry import POLICIES, parse_policy
 from policies.rules.registry import RULES
 from tests.conftest import SMALL_PROFILE, Run
@@ -38,7 +37,7 @@ def test_no_whole_number_is_without_a_bound(command: str) -> None:
     ]  # fmt: skip
     for name in whole:
         with pytest.raises(DraftsimError) as error:
-            bounded(function)(**{name: 10**20})
+            check_most({name: 10**20})
         said = str(error.value)
         assert said.startswith(f"--{name.replace('_', '-')} is {10**20}, expected at most ")
         assert "\n" not in said
@@ -225,7 +224,7 @@ def test_a_terminal_too_narrow_for_a_number_wraps_it(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "12")
     ranked = [{"policy": f"fixed:gamma={k}", "speedup": "1.23456789"} for k in (1, 2)]
-    ranked_table(console(), Shown(ranked, "t", ["policy", "speedup"]))
+    print_table(ranked, ["policy", "speedup"], "t")
     print_table([{"policy": f"fixed:gamma={k}", "tokens": 123456789 + k} for k in (1, 2)])
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("1.23456789", "123,456,790", "123,456,791"))

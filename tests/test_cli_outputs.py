@@ -25,6 +25,7 @@ from commands.validate import engine, recorded
 from policies.registry import POLICIES
 from profiler.suite.__main__ import main
 from simulator.serving.outcome.metrics import COMPARED
+from simulator.serving.outcome.results import ResultsFile
 from simulator.validation import VALIDATE_COLUMNS
 from tests.conftest import ROOT, Run
 from tests.suite_results import MODES, cells, write_forced, write_latencies
@@ -415,6 +416,14 @@ def test_finished_results_are_not_taken_for_rows_of_a_table(
     before = rows.read_bytes()
     assert "holds finished results" in run(*served, "--seed", 1, "--out", table).refusal
     assert rows.read_bytes() == before
+    rows.unlink()
+    with ResultsFile(rows, command="capacity") as file:
+        file.add({"policy": "autoregressive"})
+    before = rows.read_bytes()
+    planned = ("capacity", *SERVED["capacity"], "--latency", "const:target=0.001,draft=0.0001")
+    ran = run(*planned, "--assume-batch-free", "--out", table)
+    assert "holds finished results" in ran.refusal
+    assert rows.read_bytes() == before
 
 
 SERVED = {
@@ -439,7 +448,7 @@ def test_columns_of_commands_that_need_an_engine_are_in_the_glossary() -> None:
         *breakeven.SHOWN, *acceptance.CURVES, *tune.SHOWN, *tune.CARRIED, *tune.CHECKED,
         *engine.SHOWN, *engine.SHOWN_HTTP, *check.TRIED, *check.WITH_DEFAULTS, *recorded.SHOWN,
         *sweep.SHOWN, *sweep.RUNGS, *sweep.SEARCHED, *VALIDATE_COLUMNS, *recorded.BOUNDS,
-        "the file's requests", "mean", *COMPARED,
+        "metric", "statistic", "mean", *COMPARED,
     }  # fmt: skip
     bounds = {n for n in named if n.removesuffix("_lo").removesuffix("_hi") in named - {n}}
     assert {n for n in named - bounds - {"left_out"} if meaning(n) is None} == set()

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commands.papers import print_papers
+from commands.common.output import emit
+from commands.papers import shown_papers
 from policies.core import Round
 from policies.lengths.basic import Fixed
 from policies.registry import describe
@@ -185,15 +186,16 @@ def test_the_command_writes_the_rows(run: Run, rows: list[Row], tmp_path: Path) 
 
 
 def test_tables_fit_a_hundred_columns_and_say_each_note_once(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("commands.common.output.WIDEST", 100)
     long = "without adaptive verification (adaptive k, fixed tau), and longer still"
     rows = [
         Row("T 1", long, "gain over SpecDecode, percent", 12345.678, 0.98765, EXPERIMENT, "a; b"),
         Row("T 1", long, "speed", None, 1.5, EXPERIMENT, "b; " + "many words " * 20, "never fires"),
         Row("T 2", "[red]row", "speed", 2.0, None, EXPERIMENT, ""),
     ]
-    print_papers(rows)
+    emit("papers", [], None, tables=lambda: shown_papers(rows))
     printed = capsys.readouterr().out
     lines = printed.splitlines()
     assert max(map(len, lines)) <= 100

@@ -130,7 +130,7 @@ def test_every_policy_that_was_named_is_in_every_category(run: Run, files: list[
     below = printed.partition("speedup by category")[2].partition("\n* ")[0]
     for row in rows:
         if row["policy"] != "autoregressive":
-            assert f"{row['speedup']:.2f}" in below, row["policy"]
+            assert three_digits(row["speedup"]) in below, row["policy"]
     assert below.count("gammatune+csd") == below.count("svip+csd-ocm") == 2
     # Its own method is what has the rule; the other two say what they are.
     assert "* cm-asd: the draft lengths alone, verified exactly" in printed

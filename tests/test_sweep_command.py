@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from commands import app
 from simulator.plots.whatif import figures, plot_batches
-from simulator.whatif.sweep import search_space
+from simulator.whatif.axes import search_space
 from tests.conftest import Run
 from tests.serving import table_of
 from tests.studies import read_sweep
@@ -285,8 +285,8 @@ def test_search_space_tells_values_from_braces() -> None:
     ("arguments", "message"),
     [
         (("--c", "0.1:x:3"), "'x' is no number"),
-        (("--c", "0.1", "--alpha", "1.5"), "1.5 is not between"),
-        (("--c", "0.1", "--batch", "0"), "0 is not between 1 and 65536"),
+        (("--c", "0.1", "--alpha", "1.5"), "--alpha holds 1.5, expected 1e-06 to"),
+        (("--c", "0.1", "--batch", "0"), "--batch holds 0, expected 1 to 65536"),
         (("--c", "0.1", "--policy", "fixd"), "did you mean 'fixed'"),
         (("--c", "0.1", "--policy", "svip", "--gamma", "1..3"), "none of svip"),
         (("--c", "0.1", "--context", "5"), "--context needs a latency table: give --latency"),
@@ -294,8 +294,14 @@ def test_search_space_tells_values_from_braces() -> None:
         (("--latency", CONST, "--latency", "const:target=1,draft=1", "--ladder"), "got 2"),
         (("--latency", CONST, "--tune", "--policy", "svip"), "none of"),
         (("--latency", CONST, "--tune"), "needs a policy"),
-        (("--latency", CONST, "--batch", "1000000000"), "not between 1 and 65536"),
-        (("--latency", CONST, "--context", "1e12"), "not between 0 and 1e"),
+        (
+            ("--latency", CONST, "--batch", "1000000000"),
+            "--batch holds 1000000000, expected 1 to 65536",
+        ),
+        (
+            ("--latency", CONST, "--context", "1e12"),
+            "expected 0 to 1e",
+        ),
         (("--latency", CONST, "--tune", "--ladder"), "drop --tune"),
         (
             (*FREE, "--batch", "1,4", "--policy", "confidence-freeze"),

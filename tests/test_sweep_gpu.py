@@ -87,7 +87,7 @@ def test_gpus_are_an_axis_of_the_grid(files: Path, tmp_path: Path) -> None:
     assert {(r["gpu"], r["policy"]) for r in rows} == {
         (gpu, f"fixed:gamma={g}") for gpu in scaled for g in (2, 4)
     }
-    assert "measured on h200, scaled to h100, rtx-3090: approximate" in result.stderr
+    assert "measured on h200, scaled to h100 and rtx-3090: approximate" in result.stderr
     # The first line, which is also the figures' title, names the GPUs priced.
     assert "scaled to h100 and rtx-3090: fastest" in result.stderr.splitlines()[0]
     known = published_error(TRUTH)
@@ -133,6 +133,9 @@ def test_weights_of_a_format_are_carried_to_on_the_device_measured_too(
         assert found[name]["scaled"].all() == (name != "measured")
         if name == "target":
             assert "measured on h200, target in awq-int4: approximate" in result.stderr
+            first = " ".join(result.stderr.split())
+            assert ", target in awq-int4: fastest" in first
+            assert "scaled to" not in first
     assert set(found["away"]["gpu"]) == {"h100"}
     wall = {name: float(frame["wall_s"].iloc[0]) for name, frame in found.items()}
     assert wall["target"] < min(wall["both"], wall["measured"])

@@ -14,7 +14,7 @@ from simulator.serving.run import lookahead_of
 from simulator.tune.served import check_seed, closed_load, compare_served
 from simulator.tune.settings import TUNE_COLUMNS, Tuned
 from simulator.tune.sglang import tune_sglang
-from simulator.tune.single import HF_DEFAULT, text_of, tune_huggingface
+from simulator.tune.single import HF_DEFAULT, text_of, tune_single
 from tests.tuning import CHEAP, batched, iid
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable
@@ -25,7 +25,7 @@ def huggingface() -> Tuned:
     trace = synthetic_trace(
         0.6, requests=20, tokens=40, concentration=2.0, max_gamma=24, seed=5
     )  # fmt: skip
-    return tune_huggingface(trace, CHEAP, draws=200)
+    return tune_single("hf", trace, CHEAP, draws=200)
 
 
 def test_huggingface_settings_are_found_and_default_gains_nothing() -> None:
@@ -37,18 +37,18 @@ def test_huggingface_settings_are_found_and_default_gains_nothing() -> None:
     assert doc is not None
     assert text_of(doc) == row["setting"]
     trace = synthetic_trace(0.6, requests=6, tokens=30, concentration=2.0, seed=5)
-    alone = tune_huggingface(trace, CHEAP, settings=[HF_DEFAULT], draws=50)
+    alone = tune_single("hf", trace, CHEAP, settings=[HF_DEFAULT], draws=50)
     assert alone.rows[0]["default_gain"] == 1
     assert alone.document is not None
     assert alone.document["num_assistant_tokens"] == 20
 
 
 def test_huggingface_without_signals_searches_no_threshold() -> None:
-    tuned = tune_huggingface(iid(0.6, 20, 60), CHEAP, draws=50)
+    tuned = tune_single("hf", iid(0.6, 20, 60), CHEAP, draws=50)
     assert tuned.document is not None
     assert tuned.document["assistant_confidence_threshold"] == 0
     assert any("no threshold was searched" in w for w in tuned.warnings)
-    slow = tune_huggingface(iid(0.05, 20, 60), LatencyTable.constant(1.0, 0.9), draws=50)
+    slow = tune_single("hf", iid(0.05, 20, 60), LatencyTable.constant(1.0, 0.9), draws=50)
     assert slow.document is None
     assert isinstance(slow.policy, Autoregressive)
     (row,) = slow.rows

@@ -17,7 +17,7 @@ from simulator.pricing import price
 from simulator.tune.formats import SettingsError, check_llamacpp, read_settings
 from simulator.tune.launch import NamedDrafter, launch_line
 from simulator.tune.settings import write_settings
-from simulator.tune.single import mirrored, tune_llamacpp
+from simulator.tune.single import mirrored, tune_single
 from tests.conftest import Run
 from tests.tuning import CHEAP
 from traces.acceptance.synthetic import synthetic_trace
@@ -98,7 +98,7 @@ def test_the_draft_model_reads_what_was_verified() -> None:
 
 
 def test_what_pays_is_found() -> None:
-    cheap, dear = (tune_llamacpp(recorded(), table) for table in (CHEAP, DEAR))
+    cheap, dear = (tune_single("llamacpp", recorded(), table) for table in (CHEAP, DEAR))
     assert cheap.document is not None
     check_llamacpp(cheap.document)
     assert cheap.document["spec-draft-n-max"] > 1
@@ -111,7 +111,7 @@ def test_what_pays_is_found() -> None:
     whole = recorded()
     assert not any("probability" in w or "threshold" in w for w in cheap.warnings)
     older = {n: v for n, v in whole.columns.items() if n != "draft_top10_logprob"}
-    unsure = tune_llamacpp(Trace(older, whole.requests, 24, {}), CHEAP)
+    unsure = tune_single("llamacpp", Trace(older, whole.requests, 24, {}), CHEAP)
     assert any("lacks the draft signal top10_prob (`draftsim" in w for w in unsure.warnings)
     assert unsure.document is not None
     assert unsure.document["spec-draft-p-min"] == 0
@@ -121,9 +121,9 @@ def test_what_pays_is_found() -> None:
     ("changed", "message"),
     [
         ({"spec-draft-n-max": 0}, "whole number, 1 to"),
-        ({"spec-draft-n-min": 6}, "0 to 5"),
-        ({"spec-draft-p-min": 1.5}, "expected a probability"),
-        ({"spec-draft-p-min": "0.5"}, "expected a number"),
+        ({"spec-draft-n-min": 6}, "expected <= gamma = 5"),
+        ({"spec-draft-p-min": 1.5}, "expected between 0 and 1"),
+        ({"spec-draft-p-min": "0.5"}, "expected a finite number"),
         ({"draft-max": 5}, "expected spec-draft-n-max"),
     ],
 )
@@ -134,7 +134,7 @@ def test_what_the_server_would_refuse(changed: dict[str, Any], message: str) -> 
 
 def test_written_and_read_back(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
-    tuned = tune_llamacpp(recorded(), CHEAP, settings=[{**GOOD, "spec-draft-p-min": 0.2}])
+    tuned = tune_single("llamacpp", recorded(), CHEAP, settings=[{**GOOD, "spec-draft-p-min": 0.2}])
     write_settings(tuned, file)
     engine, policy = read_settings(file)
     assert engine == "llamacpp"

@@ -32,7 +32,7 @@ from simulator.tune.served import (
 )
 from simulator.tune.settings import about_rising
 from simulator.tune.sglang import tune_sglang
-from simulator.tune.single import tune_huggingface, tune_llamacpp
+from simulator.tune.single import tune_single
 from simulator.tune.vllm import tune_vllm
 from tests.tuning import batched, iid, loads
 from traces.latency.table import LatencyTable
@@ -151,7 +151,8 @@ def test_targets_never_deploy_a_loss(engine: str, tpot_s: float) -> None:
     search: Any = {
         "vllm": partial(tune_vllm, batches=[1, 16], lengths=(0, 1, 3), draws=20),
         "sglang": partial(tune_sglang, batches=[1, 16], lengths=(0, 1, 3), draws=4),
-        "hf": partial(tune_huggingface, draws=20), "llamacpp": partial(tune_llamacpp, draws=20),
+        "hf": partial(tune_single, "hf", draws=20),
+        "llamacpp": partial(tune_single, "llamacpp", draws=20),
     }  # fmt: skip
     tuned = search[engine](trace, batched(), slo=slo)
     for row in tuned.rows:

@@ -24,7 +24,7 @@ from simulator.tune.formats import check_vllm
 from simulator.tune.served import closed_load, counted_rate, served_rates, unbeaten
 from simulator.tune.settings import TUNE_COLUMNS
 from simulator.tune.sglang import tune_sglang
-from simulator.tune.single import tune_huggingface
+from simulator.tune.single import tune_single
 from simulator.tune.vllm import table_rows, tune_vllm
 from tests.logs import import_vllm
 from tests.tuning import CHEAP, batched, iid
@@ -260,6 +260,6 @@ def test_lengths_that_a_log_never_drafted_are_not_searched(tmp_path: Path) -> No
     tuned = tune_vllm(log, LatencyTable.constant(0.0195, 0.0008), draws=50)
     assert [row["setting"] for row in tuned.rows] == ["K=1"]
     assert any("has no verified draft longer than 1" in w for w in tuned.warnings)
-    hf = tune_huggingface(log, LatencyTable.constant(0.0195, 0.0008), draws=50)
+    hf = tune_single("hf", log, LatencyTable.constant(0.0195, 0.0008), draws=50)
     assert hf.document is not None
     assert hf.document["num_assistant_tokens"] == 1

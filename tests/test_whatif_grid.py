@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import parse_policy
+from simulator.whatif.axes import expand, parse_axis, with_gammas
 from simulator.whatif.cells import Prices
-from simulator.whatif.sweep import Sweep, expand, parse_axis, with_gammas
+from simulator.whatif.sweep import Sweep
 from tests.studies import recorded, study
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
@@ -49,7 +50,7 @@ def test_axis_ends_and_counts(a: float, b: float, count: int) -> None:
         ("1:2:0", "asks for 0 points"),
         ("1:2:9999999", "asks for 9999999 points"),
         ("4..1", "counts from 4 up to 1"),
-        ("-1", "-1 is not >= 0"),
+        ("-1", "--c holds -1, expected at least 0"),
         ("nan", "not finite"),
     ],
 )

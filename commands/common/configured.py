@@ -122,36 +122,58 @@ def configured(command: Callable[..., None]) -> Callable[..., None]:
 
 def _taken(ctx: typer.Context, path: Path | None) -> Path | None:
     """Make a file's values the defaults of the command that is parsed."""
-    if path is not None:
-        known = {
-            option.lstrip("-"): (
-                str(p.name), getattr(p, "multiple", False) or p.nargs == -1,
-                getattr(p, "is_flag", False),
-            )
-            for p in ctx.command.params for option in getattr(p, "opts", ())
-        }  # fmt: skip
-        off = {
-            option.lstrip("-"): p.opts[0].lstrip("-")
-            for p in ctx.command.params for option in getattr(p, "secondary_opts", ())
-        }  # fmt: skip
-        called = ctx.token_normalize_func or str
-        found: dict[str, tuple[str, Any]] = {}
-        for name, value in read_config(path).items():
-            option = called(name.replace("_", "-"))
-            if f"--{option}" in ctx.meta.get(LEFT_OUT, ()):
-                continue
-            is_off = option in off and isinstance(value, bool)  # no-assisted: true
-            option = off[option] if is_off else option
-            if option in found:
-                from traces.errors import DraftsimError
+    from difflib import get_close_matches
 
-                both = f"{found[option][0]} and {name}"
-                raise DraftsimError(f"{path}: {both} are one option: drop one")
-            found[option] = name, not value if is_off else value
-        defaults = _defaults(found, known, path)
-        ctx.default_map = dict(ctx.default_map or {}) | defaults
-        ctx.meta[CONFIGURED] = path, defaults
+    from traces.errors import DraftsimError
+
+    if path is None:
+        return None
+    known = {name.lstrip("-"): p for p in ctx.command.params for name in getattr(p, "opts", ())}
+    off = {
+        name.lstrip("-"): p
+        for p in ctx.command.params for name in getattr(p, "secondary_opts", ())
+    }  # fmt: skip
+    called = ctx.token_normalize_func or str
+    names: dict[str, str] = {}
+    defaults: dict[str, Any] = {}
+    for name, value in read_config(path).items():
+        option = called(name.replace("_", "-"))
+        if f"--{option}" in ctx.meta.get(LEFT_OUT, ()):
+            continue
+        is_off = option in off and isinstance(value, bool)  # no-assisted: true
+        parameter = off[option] if is_off else known.get(option)
+        if parameter is None and isinstance(value, Mapping):
+            raise DraftsimError(f"{path}: {name} is no option: write options without a heading")
+        if parameter is None or option == "config":
+            near = get_close_matches(option, known, 1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise DraftsimError(f"{path}: {name} is no option of this command{hint}")
+        held = str(parameter.name)
+        if held in names:
+            raise DraftsimError(f"{path}: {names[held]} and {name} are one option: drop one")
+        names[held] = name
+        defaults[held] = _default(f"{path}: {name}", not value if is_off else value, parameter)
+    ctx.default_map = dict(ctx.default_map or {}) | defaults
+    ctx.meta[CONFIGURED] = path, defaults
     return path
+
+
+def _default(where: str, value: Any, parameter: Any) -> Any:
+    """Return a value of a file as the command line would give it to `parameter`."""
+    from traces.errors import DraftsimError
+
+    if isinstance(value, Mapping):
+        raise DraftsimError(f"{where} holds names and values, expected a value or list")
+    if value is None:
+        raise DraftsimError(f"{where} has no value: give one, or remove the line")
+    values = value if isinstance(value, list) else [value]
+    flag = getattr(parameter, "is_flag", False)
+    if not flag and any(isinstance(one, bool) for one in values):
+        raise DraftsimError(f"{where} is true or false, expected a value")
+    each = [_text(one) for one in values]
+    if getattr(parameter, "multiple", False) or parameter.nargs == -1:
+        return each
+    return value if flag else ",".join(each)
 
 
 def configured_in(error: Any) -> str:
@@ -162,39 +184,6 @@ def configured_in(error: Any) -> str:
     if param is None or param.name not in defaults or given & {*param.opts}:
         return ""
     return f"{path}: "
-
-
-def _defaults(
-    found: Mapping[str, tuple[str, Any]], known: Mapping[str, tuple[str, bool, bool]], path: Path
-) -> dict[str, Any]:
-    """Return values by parameter, as the command line would give them.
-
-    ``found`` are each option's name in the file and its value, by the option's own name; ``known``
-    the parameter of each option, and if it may be given several times, or is a flag.
-    """
-    from difflib import get_close_matches
-
-    from traces.errors import DraftsimError
-
-    defaults: dict[str, Any] = {}
-    for option, (name, value) in found.items():
-        if option not in known and isinstance(value, Mapping):
-            raise DraftsimError(f"{path}: {name} is no option: write options without a heading")
-        if option not in known or option == "config":
-            near = get_close_matches(option, known, 1)
-            hint = f": did you mean {near[0]}?" if near else ""
-            raise DraftsimError(f"{path}: {name} is no option of this command{hint}")
-        parameter, repeated, flag = known[option]
-        if isinstance(value, Mapping):
-            raise DraftsimError(f"{path}: {name} holds names and values, expected a value or list")
-        if value is None:
-            raise DraftsimError(f"{path}: {name} has no value: give one, or remove the line")
-        values = value if isinstance(value, list) else [value]
-        if not flag and any(isinstance(one, bool) for one in values):
-            raise DraftsimError(f"{path}: {name} is true or false, expected a value")
-        each = [_text(one) for one in values]
-        defaults[parameter] = each if repeated else value if flag else ",".join(each)
-    return defaults
 
 
 def _text(value: Any) -> str:
@@ -267,19 +256,13 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return found
 
 
-def bounded(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command`, which refuses whole numbers beyond `MOST` before it does anything."""
+def check_most(options: Mapping[str, Any]) -> None:
+    """Raise DraftsimError for a whole number beyond `MOST` among values by parameter."""
+    for name, value in options.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if value > (most := MOST.get(name, OTHERWISE)):
+            from traces.errors import DraftsimError
 
-    @wraps(command)
-    def checked(*values: Any, **options: Any) -> None:
-        for name, value in options.items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                continue
-            if value > (most := MOST.get(name, OTHERWISE)):
-                from traces.errors import DraftsimError
-
-                option = name.replace("_", "-")
-                raise DraftsimError(f"--{option} is {value}, expected at most {most}")
-        command(*values, **options)
-
-    return checked
+            option = name.replace("_", "-")
+            raise DraftsimError(f"--{option} is {value}, expected at most {most}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from simulator.chosen import Say
     from simulator.hardware.roofline import WeightFormat
     from simulator.recording import Recording
-    from simulator.whatif.cells import Prices
+    from simulator.whatif.cells import DeviceTable, Prices
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
 
@@ -242,6 +242,17 @@ def say_calibrate(tables: Iterable[LatencyTable], largest: int) -> None:
         remark(CALIBRATE)
 
 
+def carried_words(tables: Iterable[DeviceTable]) -> list[str]:
+    """Return in words what tables were carried over to: other GPUs, and other weights."""
+    notes = [(at.gpu, at.table.meta.get("scaled")) for at in tables]
+    carried = [(gpu, how) for gpu, how in notes if isinstance(how, Mapping)]
+    gpus = dict.fromkeys(gpu for gpu, how in carried if gpu != how["from"])
+    forms = dict.fromkeys(
+        f"{role} in {form}" for _, how in carried for role, form in how["weights"].items()
+    )
+    return [*([f"scaled to {' and '.join(gpus)}"] if gpus else []), *forms]
+
+
 def say_scaling(prices: Prices, say: Say = remark) -> None:
     """Note what was carried over to another GPU, and the model's known errors."""
     from simulator.hardware.scaling import interval_words, scaling_error, scaling_words
@@ -254,10 +265,7 @@ def say_scaling(prices: Prices, say: Say = remark) -> None:
             say(f"{name}: scaled, not measured: {scaling_words(own[0].table)}")
             continue
         known = "composed for" if "composed" in own[0].table.meta else "measured on"
-        home = f"{known} {how['from']}"
-        there = ", ".join(t.gpu for t in own if t.gpu != how["from"])
-        to = [f"scaled to {there}"] if there else []
-        kept = [f"{role} in {form}" for role, form in how["weights"].items()]
-        say(f"{name}: {', '.join([home, *to, *kept])}: approximate")
+        parts = [f"{known} {how['from']}", *carried_words(own)]
+        say(f"{name}: {', '.join(parts)}: approximate")
         say(f"  by {scaling_error(how)}")
         say(f"  {interval_words(own[0].table)}")

@@ -369,15 +369,15 @@ def refuse(options: Mapping[str, object], why: str) -> None:
         raise DraftsimError(f"{why}: drop {' and '.join(given)}")
 
 
-def batch_sizes(option: str, text: str, most: int = MOST_BATCH) -> list[int]:
-    """Return the whole numbers from 1 to `most` in `text`, commas between; ascending, each once.
+def batch_sizes(option: str, text: str, most: int = MOST_BATCH, least: int = 1) -> list[int]:
+    """Return the whole numbers in `text` (`simulator.whatif.axes.parse_axis`), ascending.
 
     Raises DraftsimError naming `option` if `text` is anything else.
     """
-    sizes = sorted({int(size) for size in positive_numbers(option, text, int)})
-    if sizes[-1] > most:
-        raise DraftsimError(f"{option} holds {sizes[-1]}, expected at most {most}")
-    return sizes
+    from simulator.whatif.axes import parse_axis
+
+    name = option.removeprefix("--")
+    return sorted(map(int, parse_axis(text, name, low=least, high=most, whole=True)))
 
 
 RATES = (1e-6, 1e9)
@@ -385,23 +385,7 @@ RATES = (1e-6, 1e9)
 
 
 def rates(option: str, text: str) -> list[float]:
-    """Return the rates or factors in `text`, as `positive_numbers`, within `RATES`."""
-    values = positive_numbers(option, text)
-    low, high = RATES
-    for value in values:
-        if not low <= value <= high:
-            raise DraftsimError(f"{option} holds {value:g}, expected {low:g} to {high:g}")
-    return values
+    """Return the rates or factors in `text`, likewise, within `RATES`."""
+    from simulator.whatif.axes import parse_axis
 
-
-def positive_numbers(option: str, text: str, kind: type[int] | type[float] = float) -> list[float]:
-    """Return the positive numbers in `text`, commas between; else DraftsimError names `option`."""
-    try:
-        values = [kind(part) for part in text.split(",")]
-    except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise DraftsimError(f"{option} is {text!r}, expected {what} with commas between") from None
-    for value in values:
-        if not 0 < value < float("inf"):
-            raise DraftsimError(f"{option} holds {value}, expected positive finite numbers")
-    return [float(v) for v in values]
+    return list(parse_axis(text, option.removeprefix("--"), low=RATES[0], high=RATES[1]))

@@ -86,6 +86,16 @@ JsonOption = Annotated[
         help="Write the rows as JSON to FILE; - is standard output.",
     ),
 ]
+PlotsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plots",
+        metavar="DIR",
+        callback=placed_folder,
+        help="Also draw the results into this folder: PNG, SVG and PDF.",
+    ),
+]
+LevelOption = Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")]
 OutOption = Annotated[
     Path | None,
     typer.Option(
@@ -113,11 +123,11 @@ def emit(
 
     ``more`` are keys that the JSON has next to its results.  With ``out`` all columns are also
     written to that file, in the form its suffix names; .tex holds the printed table.
-    ``tables`` are printed instead, without their titles, and ``printed`` prints in another way.
+    ``tables`` are printed instead, and ``printed`` prints in another way.
     Remarks that waited for the answer follow (`remark`).
     """
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
-    shown = tables or (lambda: [Shown(records, title or f"draftsim {command}", show)])
+    shown = tables or (lambda: [Shown(records, title, show)])
     if out is not None:
         write_rows(out, records, command, more, shown)
     if json_to == "-":
@@ -128,7 +138,9 @@ def emit(
         printed()
     else:
         for one in shown():
-            print_table(one.rows, one.show, title)
+            print_table(one.rows, one.show, one.title)
+            for line in one.notes:
+                print(wrapped(printable(line), WIDEST))
     say_remarks()
     if out is not None:
         note(f"wrote {out}")

@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from numbers import Integral
 from textwrap import indent
-from types import MappingProxyType, NoneType
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -29,22 +28,22 @@ GAP = 2
 _WORD = r"(?>\[[^\]]*\]|[^:,])"
 OFF_TERMINAL = 100
 """Columns of a table that is not for a terminal."""
-UNBOUNDED = 100_000
-"""Columns of a console that no table fills."""
-WORD = 32
-"""Characters that a column of words is left, at the least."""
+WORD, NARROW = 32, 15
+"""Characters of a column of words where there is less room."""
+_FIGURE = re.compile(
+    r"[-+\u2212\u00b1\u2265]? ?[\d.,]*(e[+-]\d+)?[%x]?(([-/]| of | to )[\d.,]+[%x]?| \(.*\))?"
+)
+"""A figure, its interval, or its part of another; a dash, or nothing."""
 INDENT = 4
 """Blanks before what is below a name."""
 
 
 BETTER, WORSE = "green", "red"
 """Colours of what is faster and slower than no speculation, beyond chance where that is known."""
-ANSWERS = ("best K", "k", "setting", "deploy", "speedup", "gain", "replicas", "says")
+ANSWERS = ("k", "setting", "deploy", "speedup", "gain", "replicas", "says")
 """Columns that answer the question: they stay in a table where every row has the same value."""
 RATIOS = ("speedup", "gain", "decode_gain", "default_gain", "served_gain")
 """Columns whose figures are ratios to no speculation."""
-ALL_DEFAULT: Mapping[str, Any] = MappingProxyType({})
-"""No value for any column."""
 
 
 def print_table(
@@ -67,42 +66,52 @@ def print_table(
     shown, names = with_spans(records, list(show or records[0]))
     names = [n for n in names if any(not _is_missing(r.get(n)) for r in shown)] or names
     names, alike = without_alike(shown, names)
-    cells = {n: [cell_text(str(n), r.get(n)) for r in shown] for n in names}
-    values = {n: [r.get(n) for r in shown] for n in cells}
-    styles = {n: [verdict(str(n), r) for r in records] for n in cells}
-    number = int, float, NoneType
-    numeric = {n for n, v in values.items() if all(isinstance(one, number) for one in v)}
-    numeric |= {n for n in cells if str(n).endswith(SPAN)}
-    for name in cells.keys() - numeric:
-        cells[name] = [text if " " in text else in_lines(text, WORD) for text in cells[name]]
-    # What leads until the first figure tells the rows apart.
-    measured = {n for n, v in values.items() if any(isinstance(one, float) for one in v)}
-    keys = list(takewhile(lambda name: name not in measured, cells))
+    texts = {n: [cell_text(str(n), r.get(n)) for r in shown] for n in names}
+    numeric = {n for n, column in texts.items() if is_number_column(column)}
+    sentences = {n for n in {*names} - numeric if any(map(_is_sentence, texts[n]))}
     room = where.width
-    # Headings are folded only where there is no room for them.
-    heads = {n: heading(n, len(n)) for n in cells}
-    if sum(max(map(longest, [*cells[n], n])) + GAP for n in cells) > room:
-        heads = {n: heading(n, max(map(longest, column))) for n, column in cells.items()}
-    needed = {n: max(map(longest, [*column, heads[n]])) for n, column in cells.items()}
-    needed |= {n: min(width, WORD) for n, width in needed.items() if n not in numeric}
-    if len(keys) == len(cells):  # all words, which are folded where they have to be
-        figures = {n for n in keys[1:] if is_number_column(cells[n])}
-        words = {n: " ".join([*cells[n], heads[n]]).split() for n in cells}
-        least = {
-            n: needed[n] if n in (keys[0], *figures) else max(map(len, words[n])) for n in cells
+    for width in (NAME, NARROW, WORD):
+        cells = texts | {
+            n: [text if _is_sentence(text) else in_lines(text, width) for text in texts[n]]
+            for n in {*names} - numeric
         }
-        if sum(least.values()) + GAP * (len(cells) - 1) <= room:
-            _print_block(where, title, drawn(cells, numeric, heads, least, styles))
-            print_alike(alike, where)
-            return
-        keys = [n for n in keys if n not in figures]
+        # Headings are folded only where there is no room for them.
+        heads = {n: heading(n, len(n)) for n in names}
+        if sum(max(map(longest, [*cells[n], n])) + GAP for n in names) > room:
+            heads = {n: heading(n, max(map(longest, column))) for n, column in cells.items()}
+        needed = {n: max(map(longest, [*column, heads[n]])) for n, column in cells.items()}
+        needed |= {n: min(needed[n], WORD) for n in sentences}
+        if sum(needed.values()) + GAP * (len(names) - 1) <= room:
+            break
+    # What leads until the first figure tells the rows apart.
+    counts = {n for n in numeric if all(str(r.get(n)).replace(",", "").isdigit() for r in shown)}
+    keys = list(takewhile(lambda name: name in counts or name not in numeric, names))
+    if keys == names:  # all words, which are folded where they have to be
+        words = {n: " ".join([*cells[n], heads[n]]).split() for n in sentences}
+        needed |= {n: max(map(len, column)) for n, column in words.items()}
     if sum(needed[name] + GAP for name in keys) > 2 * room // 3:
         keys = keys[:1]
-    for i, names in enumerate(blocks(needed, keys, room)):
-        block = {n: cells[n] for n in names}
-        table = drawn(block, numeric, heads, needed, styles)
-        _print_block(where, None if i else title, table)
+    for i, block in enumerate(blocks(needed, keys, room)):
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+        for n in block:
+            table.add_column(
+                Text(heads[n]), overflow="fold", justify="right" if n in numeric else "left",
+                no_wrap=n in numeric, min_width=needed[n],
+            )  # fmt: skip
+        for row, record in enumerate(records):
+            table.add_row(*(Text(cells[n][row], style=verdict(str(n), record)) for n in block))
+        where.print()
+        if title is not None and not i:  # one of the table's own is folded to its width
+            where.print(Text(printable(title), style="bold"))
+        # A terminal wraps what is wider than itself.
+        width = sum(needed[n] + GAP for n in block)
+        (where if width <= room else console(width=width, stderr=stderr)).print(table)
     print_alike(alike, where)
+
+
+def _is_sentence(text: str) -> bool:
+    """Return True if a cell holds several words, and no name with its marks."""
+    return " " in text.removesuffix(" *").removesuffix(" ~")
 
 
 SPAN = " interval"
@@ -173,21 +182,17 @@ def verdict(name: str, row: Mapping[Any, Any]) -> str:
     >>> verdict("gain", {"gain": 1.2, "gain_lo": 0.9, "gain_hi": 1.3})
     ''
     """
-    value = row.get(name)
-    if name not in RATIOS or not isinstance(value, (int, float)):
+    value: Any = row.get(name)
+    ends: list[Any] = [row.get(f"{name}_{end}") for end in ("lo", "hi")]
+    low, high = (value if _is_missing(end) else end for end in ends)
+    if name not in RATIOS or not isinstance(low, (int, float)):
         return ""
-    low, high = (row.get(f"{name}_{end}") for end in ("lo", "hi"))
-    return coloured(value if _is_missing(low) else low, value if _is_missing(high) else high)
-
-
-def coloured(low: Any, high: Any) -> str:
-    """Return the style of a ratio that lies between `low` and `high`."""
     return BETTER if low > 1 else WORSE if high < 1 else ""
 
 
 def is_number_column(texts: Sequence[str]) -> bool:
-    """Return True if every text begins as a figure does, or is a dash."""
-    return all(text[:1].isdigit() or text[:1] in "-+−±≥" for text in texts)
+    """Return True if every text is a figure, with an interval or not, or a dash."""
+    return all(map(_FIGURE.fullmatch, texts))
 
 
 def print_entries(entries: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> None:
@@ -203,48 +208,6 @@ def print_entries(entries: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> Non
         for parts in paragraphs:
             shown = in_parts([printable(part) for part in parts], where.width - INDENT)
             where.print(Text(indent(shown, " " * INDENT)), soft_wrap=True)
-
-
-def drawn(
-    cells: Mapping[str, Sequence[str]], numeric: Collection[str],
-    heads: Mapping[str, str] = ALL_DEFAULT, needed: Mapping[str, int] = ALL_DEFAULT,
-    styles: Mapping[str, Sequence[str]] = ALL_DEFAULT, most: Mapping[str, int] = ALL_DEFAULT,
-    **options: Any,
-) -> Table:  # fmt: skip
-    """Return columns of text as a table of rich, which folds all but the `numeric` ones.
-
-    By column, there are its heading (default: its name), its least and largest width in characters,
-    and the styles of its cells; ``options`` are those of the whole table.
-    """
-    from rich.box import SIMPLE_HEAD
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, **options)
-    for name in cells:
-        table.add_column(
-            Text(heads.get(name, name)), overflow="fold",
-            justify="right" if name in numeric else "left", no_wrap=name in numeric,
-            min_width=needed.get(name), max_width=most.get(name),
-        )  # fmt: skip
-    for i, row in enumerate(zip(*cells.values(), strict=True)):
-        looks = (styles[name][i] if name in styles else "" for name in cells)
-        table.add_row(*(Text(text, style=look) for text, look in zip(row, looks, strict=True)))
-    return table
-
-
-def _print_block(where: Console, title: str | None, table: Table) -> None:
-    where.print()
-    if title is not None:  # one of the table's own is folded to its width
-        where.print(Text(printable(title), style="bold"))
-    print_whole(where, table)
-
-
-def print_whole(where: Console, table: Table) -> None:
-    """Print a table with all its columns, on a wider console if need be: the terminal wraps it."""
-    anywhere = where.options.update_width(UNBOUNDED)
-    needed = Measurement.get(where, anywhere, table).minimum
-    if needed > where.width:
-        where = console(width=needed, stderr=where.stderr)
-    where.print(table)
 
 
 def table_console(stderr: bool = False) -> Console:
@@ -276,9 +239,9 @@ def cell_text(name: str, value: Any) -> str:
     if isinstance(value, float):
         # A standard error is in its figure's own unit, every other error relative.
         relative = name.endswith("error") and name != "standard_error"
-        if relative or name in ("bias", "slowdown", "drift"):
+        if relative or name in ("bias", "slowdown", "drift", "worst"):
             return f"{100 * value:+.1f}%"
-        if name.endswith("noise") or name in ("spread", "share", "disturbed"):
+        if name.endswith("noise") or name in ("spread", "share", "disturbed", "faster", "median"):
             return f"{100 * value:.1f}%"
         return three_digits(value)
     if isinstance(value, Integral):

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,26 @@ def check_suffix(path: Path) -> None:
         raise DraftsimError(f"--out {path}: the suffix is not one of {', '.join(TABLES)}")
 
 
+def rows_file(out: Path | None) -> Path | None:
+    """Return the file of rows as they come: `out`, or one next to a table that replaces it.
+
+    Raises DraftsimError if that one holds finished results, which the table would replace.
+    """
+    from simulator.serving.outcome.results import read_results
+
+    if out is None or out.suffix not in TABLES:
+        return out
+    lines = out.with_name(out.name + ".jsonl")
+    if lines.is_file():
+        with suppress(FileError):  # a damaged one says so when it is continued
+            if read_results(lines).complete:
+                raise DraftsimError(
+                    f"{lines}: holds finished results, which would be lost: name another file than "
+                    f"{out}, or remove it"
+                )
+    return lines
+
+
 def write_rows(
     path: Path,
     records: Sequence[Mapping[Any, Any]],
@@ -156,7 +177,9 @@ def write_rows(
         content = frame.to_csv(index=False).encode() if as_csv else frame.to_parquet(index=False)
     elif path.suffix == ".tex":
         shown = [Shown(records)] if tables is None else tables()
-        content = "\n".join(_table(one) for one in shown if one.rows).encode()
+        content = "\n".join(
+            _table(one, f"draftsim {command}") for one in shown if one.rows
+        ).encode()
     else:
         content = document(command, records, more).encode()
     write_atomically(path, content)
@@ -207,8 +230,8 @@ def escaped(text: str) -> str:
     return "".join(_SPECIAL.get(c, c) for c in text)
 
 
-def _table(one: Shown) -> str:
-    """Return a table environment with the title as its caption, without columns that are empty."""
+def _table(one: Shown, caption: str) -> str:
+    """Return a table environment without columns that are empty; its title is the caption."""
     names = list(one.show or dict.fromkeys(name for row in one.rows for name in row))
     rows, names = with_spans(one.rows, names)
     cells = {
@@ -218,7 +241,7 @@ def _table(one: Shown) -> str:
     best = _best(one.rows, names)
     align = "".join("r" if is_number_column(cells[n]) else "l" for n in names)
     lines = [
-        r"\begin{table}", r"\centering", f"\\caption{{{escaped(one.title or '')}}}",
+        r"\begin{table}", r"\centering", f"\\caption{{{escaped(one.title or caption)}}}",
         f"\\begin{{tabular}}{{{align}}}", r"\toprule",
         " & ".join(escaped(" ".join(str(n).split())) for n in names) + r" \\", r"\midrule",
     ]  # fmt: skip
@@ -237,14 +260,9 @@ def _table(one: Shown) -> str:
 
 def _in_table(text: str) -> str:
     """Return a cell's text escaped; a range of figures is set with an en dash."""
-    low, dash, high = text.partition("-")
-    if dash and _is_figure(low) and _is_figure(high):
-        return f"{low}--{high}"
+    if is_number_column([text]):
+        text = re.sub(r"(?<=\d)-", "--", text)
     return escaped(" ".join(text.split()))
-
-
-def _is_figure(text: str) -> bool:
-    return text.replace(".", "", 1).isdigit()
 
 
 def _best(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> int | None:

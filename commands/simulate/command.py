@@ -16,9 +16,9 @@ from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
     OutOption,
+    PlotsOption,
     emit,
     note,
-    placed_folder,
     remark,
     say_drawn,
     say_memory,
@@ -98,12 +98,7 @@ def simulate(
         ),
     ] = None,
     resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000,
-    plots: Annotated[
-        Path | None,
-        typer.Option(
-            callback=placed_folder, help="Also draw the results into this folder: PNG, SVG and PDF."
-        ),
-    ] = None,
+    plots: PlotsOption = None,
     out: OutOption = None,
     json: JsonOption = None,
 ) -> None:
@@ -339,13 +334,7 @@ def _emit(
     ``by_name``: the policies were named one by one.  ``of``: the recording, its models and device.
     ``by_phase``: rows by phase, if any were named.  ``gains``: print gains over another row, too.
     """
-    from commands.simulate.table import (
-        headline,
-        over_all,
-        print_ranked,
-        ranked_tables,
-        shown_phases,
-    )
+    from commands.simulate.table import BY_PHASE, headline, over_all, print_ranked, ranked_tables
     from simulator.unmeasured import said_free, said_outside
 
     more: dict[str, Any] = {"headline": headline(over_all(rows), of)}
@@ -355,7 +344,8 @@ def _emit(
     def printed() -> None:
         print_ranked(rows, by_name, of, gains)
         if by_phase:
-            print_table(shown_phases(by_phase), title="by phase of the answer")
+            drafting = [row for row in by_phase if row["policy"] != PLAIN]
+            print_table(drafting, BY_PHASE, "by phase of the answer")
 
     emit(
         "simulate", rows, json, more=more, out=out,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 from commands.common import printed
+from commands.common.columns import COLUMNS
 from commands.common.written import Shown
 from policies.registry import PLAIN, is_bound
 from simulator.whatif.ranking import BEST_FIXED, are_bounds, is_called, lossless, winner
@@ -100,7 +100,7 @@ def print_ranked(
     if said := headline(over_all(rows), recording):
         console.print(printed.printable(said))
     for table in tables:
-        _print(console, table)
+        printed.print_table(table.rows, table.show, table.title)
     console.print()
     for line in dict.fromkeys(line for table in tables for line in table.notes):
         console.print(printed.printable(line))
@@ -148,7 +148,7 @@ def ranked_tables(
     elif parts:
         if by_name or (not exact and len({row["verify"] for row in lossy}) > 1):
             lines = category_rows([*exact, *lossy], parts)
-            tables.append(Shown(lines, f"{begin}speedup by category", list(lines[0])))
+            tables.append(Shown(lines, f"{begin}speedup by category", BY_CATEGORY))
         elif ladder := category_ladder(
             exact or lossy, [r for r in parts if not exact or lossless(r["verify"])]
         ):
@@ -162,22 +162,27 @@ LOSSLESS = ("policy", "speedup", "95%", "gain, %", "tokens\n/round", "accepted")
 LOSSY = ("policy", "rule", "speedup", "95%", "gain, %", "wrong", "like\ngreedy", "BLEU", CODE)
 BOTH = ("policy", "verify", "speedup", "95%", "gain, %", "wrong")
 """Columns of the tables of each kind of row, and of one that holds both kinds."""
+SPEEDUP = ("speedup", "speedup_lo", "speedup_hi")
+BY_CATEGORY = ("category", "policy", "verify", *SPEEDUP)
+BY_PHASE = ("phase", "share", "policy", "block_efficiency", "acceptance_rate", *SPEEDUP)
+"""Columns of the tables of rows by category and by phase of the answer."""
 
 
 def _shown(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Shown:
     """Return the table of these columns, without those that no row has."""
     cells = [_cells(row) for row in rows]
-    names = [name for name in columns if any(name in row for row in cells)]
+    names = [name for name in columns if any(row.get(name, "-") != "-" for row in cells)]
     return Shown(cells, title, names, _footnotes(rows, names))
 
 
-def _cells(row: Row) -> dict[str, str]:
-    """Return the row's cells as text, by column, and its note."""
+def _cells(row: Row) -> dict[str, Any]:
+    """Return the row's cells as text, by column, and its note; bounds colour the speedup."""
     bound = are_bounds([row])
     about = row["fidelity"] == "approximate" and lossless(row["verify"])
     name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] and not bound else "")
     least = "\u2265 " if bound else ""
-    cells = {
+    cells = {name: None if bound else row[name] for name in ("speedup_lo", "speedup_hi")}
+    cells |= {
         "policy": name, "rule": row["verify"], "speedup": least + _speed(row), "95%": _span(row),
         "verify": "-" if row["policy"] == PLAIN else row["verify"], "note": row["note"] or "",
         "tokens\n/round": _number(row["block_efficiency"], 2),
@@ -209,23 +214,16 @@ def _footnotes(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
         found.append("~ approximate")
     if any(is_bound(r["policy"]) for r in rows):
         found.append("oracle knows every outcome: a bound, not a policy")
-    if "wrong" in columns and any(not lossless(r["verify"]) for r in rows):
-        found.append("wrong: share of rejected tokens that the lossy rule accepted")
-    if "BLEU" in columns and any(
-        r.get(name) is not None for r in rows for name in ("agreement", "relative_bleu")
-    ):
-        found.append(
-            "like greedy and BLEU: agreement of texts decoded under the rule with greedy ones "
-            "(-: none was recorded)"
-        )
+    told = {
+        name: " ".join(name.split()).replace(" /", "/") for name in columns if name in LOSSY[5:]
+    }
+    found += [f"{name}: {COLUMNS[name]}" for name in told.values()]
     scored = [r for r in rows if r.get("scored")]
     if scored:
         found.append(
             "solved: prompts with a numeric answer whose text ends in that number, within the "
             "token limit"
         )
-    if CODE in columns and any(r.get("tested") for r in rows):
-        found.append("passes/greedy: % of texts whose code passes its tests, and of greedy texts")
     for row in scored:
         count, own, greedy = (row[name] for name in ("scored", "solved", "solved_greedy"))
         found.append(f"{_row_name(row)}: solved {own} of {count} (greedy {greedy} of {count})")
@@ -239,49 +237,6 @@ def _row_name(row: Row) -> str:
     if lossless(row["verify"]) or method_of(row["policy"]) is not None:
         return str(row["policy"])
     return f"{row['policy']} / {row['verify']}"
-
-
-def _print(console: Any, table: Shown) -> None:
-    from rich.text import Text
-
-    columns, alike = printed.without_alike(table.rows, [str(name) for name in table.show or ()])
-    looks = [_look(row) for row in table.rows]
-    keys = list(takewhile(lambda name: name in WORDS, columns))
-    console.print()
-    texts = {
-        name: [printed.printable(str(row.get(name, "-"))) for row in table.rows] for name in columns
-    }
-    for width in (printed.NAME, NARROW):
-        shown = {
-            name: [printed.in_lines(text, width) for text in cells] if name in WORDS else cells
-            for name, cells in texts.items()
-        }
-        # A heading asks for no more room than its words.
-        needed = {name: max(map(printed.longest, [*cells, name])) for name, cells in shown.items()}
-        parts = printed.blocks(needed, keys, console.width + printed.GAP)
-        if len(parts) == 1 or "verify" not in columns:
-            break
-    for i, names in enumerate(parts):
-        printed.print_whole(console, printed.drawn(
-            {name: shown[name] for name in names}, {*names} - {*WORDS}, needed=needed,
-            styles={"speedup": looks}, title_justify="left", title_style="",
-            title=None if i else Text(printed.printable(table.title or ""), style="bold"),
-        ))  # fmt: skip
-    printed.print_alike(alike, console)
-
-
-def _look(row: Mapping[str, str]) -> str:
-    """Return the colour of a row's speedup: its interval is above 1, or below."""
-    low, dash, high = row.get("95%", "").partition("-")
-    if not (dash and low and high) or row.get("speedup", "").startswith("\u2265"):
-        return ""
-    return printed.coloured(float(low), float(high))
-
-
-WORDS = ("policy", "rule", "verify", "category", "fastest")
-"""Columns of names, which are folded where they have places for it."""
-NARROW = 15
-"""Characters of a name on a line where a table of policies and rules is too wide."""
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -326,43 +281,12 @@ def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[st
     return lines
 
 
-def category_rows(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Return a line for each category and each row of `overall` but plain decoding, in its order.
-
-    ``rows`` are those by category.
-    """
-    lossy = len({row["verify"] for row in overall if row["policy"] != PLAIN}) > 1
-    lines = []
-    for category in dict.fromkeys(row["category"] for row in rows):
-        own = {_key(row): row for row in rows if row["category"] == category}
-        shown = category
-        for row in overall:
-            if row["policy"] == PLAIN or (found := own.get(_key(row))) is None:
-                continue
-            line = {"category": shown, "policy": row["policy"]}
-            line |= {"verify": row["verify"]} if lossy else {}
-            lines.append({**line, "speedup": _speed(found), "95%": _span(found)})
-            shown = ""
-    return lines
-
-
-def shown_phases(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Return the rows as printed: a line for each phase and policy, but for plain decoding."""
-    lines, last = [], None
-    for row in rows:
-        if row["policy"] == PLAIN:
-            continue
-        new, last = row["phase"] != last, row["phase"]
-        lines.append({
-            "phase": row["phase"] if new else "",
-            "share": f"{row['share']:.0%}" if new else "",
-            "policy": row["policy"],
-            "tokens/round": _number(row["block_efficiency"], 2),
-            "accepted": _share(row["acceptance_rate"]),
-            "speedup": _speed(row),
-            "95%": _span(row),
-        })  # fmt: skip
-    return lines
+def category_rows(overall: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """Return those of `rows`, by category, in the order of `overall`, but for plain decoding."""
+    own = {(row["category"], *_key(row)): row for row in rows}
+    drafting = [_key(row) for row in overall if row["policy"] != PLAIN]
+    categories = dict.fromkeys(row["category"] for row in rows)
+    return [own[one, *key] for one in categories for key in drafting if (one, *key) in own]
 
 
 def _key(row: Row) -> tuple[str, ...]:

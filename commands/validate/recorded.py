@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from commands.common.output import WIDEST, emit, note, wrapped
-from commands.common.printed import cell_text, print_table, printable
+from commands.common.output import emit, note
+from commands.common.printed import cell_text
 from commands.common.written import Shown
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
@@ -66,12 +66,6 @@ def recorded_check(
     said = [bounds_row(name, one) for name, one in kept.items()]
     remarks = remarks_on(parts)
 
-    def printed() -> None:
-        print_table(shown)
-        print_table(said)
-        for remark in remarks:
-            print(wrapped(printable(remark), WIDEST))
-
     bounds = [
         {
             "recording": name, **one._asdict(), "misranked": len(one.misranked),
@@ -84,8 +78,10 @@ def recorded_check(
         "skipped": [{"recording": name, "why": why} for name, why in skipped.items()],
     }  # fmt: skip
     emit(
-        "validate", rows, json, more=more, out=out, printed=printed,
-        tables=lambda: [Shown(shown, "predicted and measured"), Shown(said, "errors")],
+        "validate", rows, json, more=more, out=out,
+        tables=lambda: [
+            Shown(shown, "predicted and measured"), Shown(said, "errors", notes=remarks)
+        ],
     )  # fmt: skip
     if markdown is not None:
         lines = "".join(f"\n* {remark}" for remark in remarks)

@@ -12,7 +12,6 @@ Dynamo's mocker (2026).
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -21,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 from policies.batch.base import BatchPolicy
 from policies.batch.engines import TensorRTLLM
-from policies.batch.sglang import COUNTS, NUMBERS, SGLangAdaptive
+from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
@@ -85,35 +84,25 @@ def check_vllm(document: Mapping[str, Any]) -> BatchTable:
         _continuous(BY_LENGTH, [row[:2] for row in rows])
         return _made(BatchTable, [[1, CONTEXT_END, *row] for row in rows])
     table = _rows(BY_BATCH, document.get(BY_BATCH), (3, 5), most)
-    if len({len(row) for row in table}) > 1:
-        _fail(BY_BATCH, table, "rows of three and of five cannot be mixed")
-    batches = sorted({tuple(row[:2]) for row in table})
-    if batches[0][0] != 1:
-        _fail(BY_BATCH, batches[0], "the first batch range must start at 1")
-    for before, after in pairwise(batches):
-        if after[0] <= before[1]:
-            _fail(BY_BATCH, after, f"overlaps the batch range {before[0]}..{before[1]}")
+    policy = _made(BatchTable, table)
+    batches = {tuple(row[:2]) for row in table}
     contexts = sorted({tuple(row[2:-1]) for row in table})
-    cells = {tuple(row[:-1]) for row in table}
-    if len(cells) != len(table) or len(table) != len(batches) * len(contexts):
+    if len(table) != len(batches) * len(contexts):
         _fail(BY_BATCH, table, "every batch range needs the same contexts, each once")
     if contexts != [()]:
         _continuous(BY_BATCH, contexts)
-    return _made(BatchTable, table)
+    return policy
 
 
 def _rows(name: str, table: Any, widths: Sequence[int], most: Any) -> list[Any]:
-    """Check that every row holds ranges that are not empty, and K up to `most`; return the rows."""
+    """Check that every row holds batch or context ranges, and K up to `most`; return the rows."""
     if not isinstance(table, list) or not table:
         _fail(name, table, "expected a list of rows [lo, hi, K]")
     for row in table:
         if not isinstance(row, list | tuple) or len(row) not in widths:
             _fail(name, row, f"expected {' or '.join(ROWS[width] for width in widths)}")
-        for low, high in zip(row[:-1:2], row[1:-1:2], strict=True):
-            if not (_whole(low, 1) and _whole(high, 1)):
-                _fail(name, row, f"its ranges must be whole numbers, 1 to {CONTEXT_END}")
-            if low > high:
-                _fail(name, row, f"the range {low}..{high} is empty")
+        if not all(_whole(end, 1) for end in row[:-1]):
+            _fail(name, row, f"its ranges must be whole numbers, 1 to {CONTEXT_END}")
         if not _whole(row[-1], 0, most):
             _fail(name, row, f"K must be 0 to num_speculative_tokens = {most}")
     return table
@@ -136,47 +125,17 @@ def check_sglang(document: Mapping[str, Any]) -> SGLangAdaptive:
     and settings, for all slots or within one.  A slot serves batches from its size on, so
     without one for 1 the smallest would serve batches it was not meant for.
     """
-    slots = {key: value for key, value in document.items() if is_batch(key)}
-    if not slots:
-        _fail("config", sorted(document), 'expected a slot such as {"1": {"candidate_steps": [1]}}')
+    if (strategy := document.get("strategy", "ema")) != "ema":
+        _fail("strategy", strategy, "expected 'ema', the strategy these slots are for")
+    policy = _made(SGLangAdaptive, {k: v for k, v in document.items() if k != "strategy"})
+    slots = {key: value["candidate_steps"] for key, value in document.items() if is_batch(key)}
     if "1" not in slots:
         _fail("config", sorted(slots), "expected a slot for batch size 1")
-    common = {k: v for k, v in document.items() if k not in slots}
-    for place, settings in [("", common), *((f"slot {key}: ", v) for key, v in slots.items())]:
-        if not isinstance(settings, Mapping):
-            _fail(place.rstrip(": "), settings, "expected an object with candidate_steps")
-        for key, value in settings.items():
-            if place and key == "candidate_steps":
-                continue
-            _sglang_setting(place, str(key), value)
-        if not place:
-            continue
-        steps = settings.get("candidate_steps")
-        sound = isinstance(steps, list) and all(_whole(s, 0, MOST_DRAFTED) for s in steps)
-        if not sound or not steps:
-            _fail(
-                f"{place}candidate_steps", steps,
-                f"expected a list of whole numbers, 0 to {MOST_DRAFTED}",
-            )  # fmt: skip
-        if steps != sorted(set(steps)):
-            _fail(f"{place}candidate_steps", steps, "expected them to rise, each once")
-    return _made(SGLangAdaptive, {k: v for k, v in document.items() if k != "strategy"})
-
-
-def _sglang_setting(place: str, key: str, value: Any) -> None:
-    if key == "strategy":
-        if value != "ema":
-            _fail(f"{place}strategy", value, "expected 'ema', the strategy these slots are for")
-    elif key in COUNTS:
-        if not _whole(value, COUNTS[key]):
-            _fail(f"{place}{key}", value, f"expected a whole number >= {COUNTS[key]}")
-    elif key in NUMBERS:
-        low, high = NUMBERS[key]
-        _check_number(f"{place}{key}", value)
-        if not low <= value <= high or not math.isfinite(value):
-            _fail(f"{place}{key}", value, f"expected {low:g} to {high:g}")
-    else:
-        _fail(f"{place}key", key, "neither a batch size nor a setting SGLang reads")
+    for key, steps in slots.items():
+        if steps != sorted(set(steps)) or steps[-1] > MOST_DRAFTED:
+            rule = f"expected whole numbers up to {MOST_DRAFTED} that rise, each once"
+            _fail(f"slot {key}: candidate_steps", steps, rule)
+    return policy
 
 
 def check_huggingface(document: Mapping[str, Any]) -> Confidence:
@@ -190,27 +149,21 @@ def check_huggingface(document: Mapping[str, Any]) -> Confidence:
     _check_whole(keys[0], document[keys[0]], 1, MOST_DRAFTED)
     if document[keys[1]] not in SCHEDULES:
         _fail(keys[1], document[keys[1]], f"expected one of {', '.join(SCHEDULES)}")
-    _probability(keys[2], document[keys[2]])
     tokens, schedule, threshold = (document[key] for key in keys)
     # The threshold is re-fitted within each call, as 5.23 does.
     update: RocUpdate = "in_call" if threshold and schedule != "heuristic" else "off"
     if schedule == "constant":
-        return Confidence(tokens, threshold, update)
-    return HFHeuristic(
-        tokens, "sent", threshold, update,
-        "persistent" if schedule == "heuristic" else "transient",
-    )  # fmt: skip
+        return _made(Confidence, tokens, threshold, update)
+    persist = "persistent" if schedule == "heuristic" else "transient"
+    return _made(HFHeuristic, tokens, "sent", threshold, update, persist)
 
 
 def check_llamacpp(document: Mapping[str, Any]) -> LlamaCppDraft:
     """Check options of llama.cpp's server (April 2026), without their dashes."""
-    most, least, threshold = LLAMACPP_KEYS
     if set(document) != set(LLAMACPP_KEYS):
         _fail("keys", sorted(document), f"expected {', '.join(LLAMACPP_KEYS)}")
-    _check_whole(most, document[most], 1, MOST_DRAFTED)
-    _check_whole(least, document[least], 0, document[most])
-    _probability(threshold, document[threshold])
-    return LlamaCppDraft(*(document[key] for key in LLAMACPP_KEYS))
+    _check_whole(LLAMACPP_KEYS[0], document[LLAMACPP_KEYS[0]], 1, MOST_DRAFTED)
+    return _made(LlamaCppDraft, *(document[key] for key in LLAMACPP_KEYS))
 
 
 def check_tensorrt_llm(document: Mapping[str, Any]) -> TensorRTLLM:
@@ -225,25 +178,17 @@ def check_tensorrt_llm(document: Mapping[str, Any]) -> TensorRTLLM:
     name = "draft_len_schedule"
     _check_whole("max_draft_len", most, 1, MOST_DRAFTED)
     schedule = document.get(name)
-    if not isinstance(schedule, Mapping) or not schedule:
+    if not isinstance(schedule, Mapping) or not all(is_batch(str(batch)) for batch in schedule):
         _fail(name, schedule, "expected draft lengths by batch size")
-    for batch, k in schedule.items():
-        if not is_batch(str(batch)) or int(batch) < 1:
-            _fail(name, batch, "expected batch sizes of 1 or more")
-        if not _whole(k, 0, most):
-            _fail(f"{name}[{batch}]", k, f"expected 0 to max_draft_len = {most}")
-    smallest = min(schedule, key=int)
-    if schedule[smallest] != most:
-        _fail(f"{name}[{smallest}]", schedule[smallest], f"must be max_draft_len = {most}")
     if "max_concurrency" in document:
         _fail("max_concurrency", document["max_concurrency"], f"excludes {name}: drop one")
-    window = document.get("acceptance_window", 0)
-    if not _whole(window, 0):
-        _fail("acceptance_window", window, "expected 0 or more requests")
-    threshold = document.get("acceptance_length_threshold", 0.0)
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or threshold < 0:
-        _fail("acceptance_length_threshold", threshold, "expected a number of 0 or more")
-    return _made(TensorRTLLM, schedule, window, threshold, in_step=True)
+    policy = _made(
+        TensorRTLLM, schedule, document.get("acceptance_window", 0),
+        document.get("acceptance_length_threshold", 0.0), in_step=True,
+    )  # fmt: skip
+    if policy.longest != most:
+        _fail(name, schedule, f"the smallest batch size must have max_draft_len = {most}")
+    return policy
 
 
 def check_dynamo(document: Mapping[str, Any]) -> Fixed:
@@ -346,17 +291,6 @@ def _made(policy: Callable[..., Made], *values: Any, **options: Any) -> Made:
 def _check_whole(name: str, value: object, least: int, most: int) -> None:
     if not _whole(value, least, most):
         _fail(name, value, f"expected a whole number, {least} to {most}")
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        _fail(name, value, "expected a number")
-
-
-def _probability(key: str, value: Any) -> None:
-    _check_number(key, value)
-    if not 0 <= value <= 1:
-        _fail(key, value, "expected a probability, 0 to 1; 0 switches the test off")
 
 
 def is_batch(key: object) -> bool:

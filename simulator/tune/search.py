@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from simulator.tune.formats import CHECKS
 from simulator.tune.served import Progress, untold
 from simulator.tune.settings import Tuned
 from simulator.tune.sglang import tune_sglang
-from simulator.tune.single import tune_huggingface, tune_llamacpp
+from simulator.tune.single import ONE_REQUEST, tune_single
 from simulator.tune.tensorrt_llm import tune_dynamo, tune_tensorrt_llm
 from simulator.tune.vllm import by_length, tune_vllm
 from traces.acceptance.trace import Trace
@@ -17,15 +18,10 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 
 SEARCHES: Mapping[str, Callable[..., Tuned]] = {
-    "vllm": tune_vllm, "sglang": tune_sglang, "hf": tune_huggingface, "llamacpp": tune_llamacpp,
-    "tensorrt-llm": tune_tensorrt_llm, "dynamo": tune_dynamo,
+    "vllm": tune_vllm, "sglang": tune_sglang, "tensorrt-llm": tune_tensorrt_llm,
+    "dynamo": tune_dynamo,
 }  # fmt: skip
-"""The searches by the engines' names."""
-ONE_REQUEST = {
-    "hf": "assisted generation of hf decodes one request",
-    "llamacpp": "llama.cpp's server has one setting for every batch size, no table of them",
-}
-"""Why an engine's settings are those of a single stream."""
+"""Searches by batch size; those of `ONE_REQUEST` are by `tune_single`."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Search:
     Parameters
     ----------
     engine:
-        A name in `SEARCHES`.
+        A name in `simulator.tune.formats.CHECKS`.
     batches:
         Batch sizes; None: those measured.
     by_context, contexts:
@@ -56,8 +52,8 @@ class Search:
     by_length: bool = False
 
     def __post_init__(self) -> None:
-        if self.engine not in SEARCHES:
-            known = ", ".join(SEARCHES)
+        if self.engine not in CHECKS:
+            known = ", ".join(CHECKS)
             raise DraftsimError(f"--engine is {self.engine!r}, expected one of {known}")
         by_context = self.by_context or self.contexts is not None
         if self.engine != "vllm" and (by_context or self.by_length):
@@ -66,12 +62,7 @@ class Search:
         if self.by_length and (self.by_context or len(self.batches or [1]) != 1):
             raise DraftsimError("--by-length has one K for all batch sizes: name one --batch")
         if self.engine in ONE_REQUEST and list(self.batches or [1]) != [1]:
-            raise DraftsimError(f"{ONE_REQUEST[self.engine]}: drop --batch")
-
-    @property
-    def has_contexts(self) -> bool:
-        """True if settings differ by context."""
-        return self.by_context or self.by_length or self.contexts is not None
+            raise DraftsimError(f"{ONE_REQUEST[self.engine].alone}: drop --batch")
 
     def largest(self, latency: LatencyTable) -> int:
         """Return the largest batch size searched."""
@@ -86,16 +77,16 @@ class Search:
         Raises DraftsimError if the engine cannot draft with the recording's drafter, or as its
         search does.
         """
-        search = SEARCHES[self.engine]
         if self.engine in ONE_REQUEST:
             if "drafts" in trace.meta:
                 raise DraftsimError(
                     f"a setting for {self.engine} needs a draft model, not {trace.source}: tune "
                     "for vllm, sglang, tensorrt-llm or dynamo"
                 )
-            return search(trace, latency, **options)
+            return tune_single(self.engine, trace, latency, **options)
         batches = [1] if self.by_length and not self.batches else self.batches
         if self.engine == "vllm":
-            options |= {"by_context": self.has_contexts, "contexts": self.contexts}
-        found = search(trace, latency, batches, progress=progress, **options)
+            by_context = self.by_context or self.by_length or self.contexts is not None
+            options |= {"by_context": by_context, "contexts": self.contexts}
+        found = SEARCHES[self.engine](trace, latency, batches, progress=progress, **options)
         return by_length(found) if self.by_length else found

@@ -102,17 +102,18 @@ def row_of(
 def decided(
     engine: str, trace: Trace, latency: LatencyTable, slo: Targets | None,
     rows: Sequence[dict[str, Any]], grids: Sequence[PricedOptions],
-    off: Mapping[int, tuple[float, float]], document: Mapping[str, Any], *, reason: str,
-    remedy: str, more: Sequence[str],
+    off: Mapping[int, tuple[float | None, float]], document: Mapping[str, Any], *, remedy: str,
+    reason: str = "", more: Sequence[str] = (), told: Sequence[str] = (),
 ) -> Tuned:  # fmt: skip
     """Return the document; none, and rows of no speculation, if it gives a gain at no batch.
 
-    ``off`` holds tokens/s of no speculation and its share within the SLO, by batch searched;
-    ``reason`` and ``remedy`` are those of `about_deploying`; ``more`` warns of the document.
+    ``off`` holds tokens/s of no speculation (None if nothing is served) and its share within the
+    SLO, by batch searched; ``reason`` and ``remedy`` are those of `about_deploying`; ``more`` warns
+    of the document, ``told`` of the search.
     """
     warnings = [
         *about_recording(trace, latency), *about_batches([*off]), *about_targets(rows, slo),
-        *about_deploying(rows, reason, remedy),
+        *about_deploying(rows, reason, remedy), *told,
     ]  # fmt: skip
     if any(row["deploy"] == ON for row in rows):
         return Tuned(engine, document, rows, [*warnings, *summed_up(rows), *more])

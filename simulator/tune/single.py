@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,16 +17,7 @@ from simulator.tune import gains
 from simulator.tune.costs import longest_draft, price_grid
 from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, check_settings
 from simulator.tune.served import SEARCH_CONFIDENCE
-from simulator.tune.settings import (
-    Gain,
-    Tuned,
-    about_recording,
-    about_row,
-    about_targets,
-    plain_row,
-    row_of,
-    summed_up,
-)
+from simulator.tune.settings import Gain, Tuned, about_row, decided, row_of
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, TailError
@@ -35,7 +26,7 @@ from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 
 SingleSetting = Mapping[str, Any]
-"""A document that an engine reads; its first value is the longest draft."""
+"""A document that an engine reads: the longest draft comes first, the threshold last."""
 
 
 def text_of(setting: SingleSetting) -> str:
@@ -66,44 +57,6 @@ def huggingface_options(signals: bool) -> list[SingleSetting]:
     return found
 
 
-def tune_huggingface(
-    trace: Trace,
-    latency: LatencyTable,
-    *,
-    slo: Targets | None = None,
-    draws: int = 1000,
-    seed: int = 0,
-    settings: Sequence[SingleSetting] | None = None,
-) -> Tuned:
-    """Tune ``num_assistant_tokens``, its schedule and ``assistant_confidence_threshold``.
-
-    Every setting is replayed as transformers 5.23 decodes (the first verification includes
-    the prompt, batch 1), and of those that the best does not beat beyond the interval the
-    one is taken that drafts least.  The gain is over no speculation, ``default_gain`` over
-    transformers' default, 20 tokens under a constant schedule with threshold 0.4.  Where the trace
-    lacks the draft's probability, the default cannot be replayed, and 20 tokens without a
-    threshold take its place.
-
-    Settings that draft past the recorded tails are left out.
-
-    Raises
-    ------
-    DraftsimError
-        If nothing can be replayed.
-    """
-    signals = "prob" in trace.signals
-    found = _tuned(
-        "hf", HF_DEFAULT if signals else _hf(20), settings or huggingface_options(signals), trace,
-        latency, first=0, off="pass no assistant model", threshold="prob", slo=slo, draws=draws,
-        seed=seed,
-    )  # fmt: skip
-    most = longest_draft(trace)
-    if most is None or most >= HF_DEFAULT[HF_KEYS[0]]:
-        return found
-    cut = f"recorded drafts have at most {counted(most, 'token')}, so the default is cut there"
-    return replace(found, warnings=[*found.warnings, cut])
-
-
 def _llamacpp(tokens: int, fewest: int = 0, p_min: float = 0.0) -> SingleSetting:
     """Return the options by name, without their dashes, as the server's preset files hold them."""
     return dict(zip(LLAMACPP_KEYS, (tokens, fewest, p_min), strict=True))
@@ -122,48 +75,6 @@ def llamacpp_options(signals: bool) -> list[SingleSetting]:
     return found
 
 
-def tune_llamacpp(
-    trace: Trace,
-    latency: LatencyTable,
-    *,
-    slo: Targets | None = None,
-    draws: int = 1000,
-    seed: int = 0,
-    settings: Sequence[SingleSetting] | None = None,
-) -> Tuned:
-    """Tune ``--spec-draft-n-max``, ``--spec-draft-n-min`` and ``--spec-draft-p-min``.
-
-    Every setting is replayed as the server drafts for one slot, and of those that the best does
-    not beat beyond the interval the one is taken that drafts least.  The server's draft model also
-    reads every verified batch, in a pass of its own, which is priced (`mirrored`).  The gain is
-    over no speculation, ``default_gain`` over the server's default of 3 tokens.
-
-    Raises
-    ------
-    DraftsimError
-        If nothing can be replayed.
-    """
-    (threshold,) = LlamaCppDraft.reads
-    found = _tuned(
-        "llamacpp", LLAMACPP_DEFAULT, settings or llamacpp_options(threshold in trace.signals),
-        trace, latency, first=1, off="start the server without a draft model", threshold=threshold,
-        worked=mirrored, slo=slo, draws=draws, seed=seed,
-    )  # fmt: skip
-    more = "one setting serves every load: with more slots (--parallel) drafts gain less"
-    mirror = (
-        "llama.cpp's draft model also reads every verified batch: this is priced here, and not in "
-        "`draftsim simulate`"
-    )
-    warnings = [*found.warnings, more, mirror]
-    if latency.meta.get("passes_apart") is False:
-        warnings.append(
-            "these latencies come from runs that cannot separate a draft pass from a verified "
-            "token, and p-min depends on that: calibrate with runs at two p-min or two "
-            "concurrencies"
-        )
-    return replace(found, warnings=warnings)
-
-
 def mirrored(log: RoundLog) -> RoundLog:
     """Return the rounds with the draft's pass over what was verified, its catching up.
 
@@ -177,29 +88,79 @@ def mirrored(log: RoundLog) -> RoundLog:
     return replace(log, rounds=rounds)
 
 
-def _tuned(
-    engine: str, default: SingleSetting, settings: Sequence[SingleSetting], trace: Trace,
-    latency: LatencyTable, *, first: int, off: str, threshold: str,
-    worked: Callable[[RoundLog], RoundLog] | None = None, slo: Targets | None, draws: int,
-    seed: int,
-) -> Tuned:  # fmt: skip
-    """Return the setting that drafts least of those that the best does not beat beyond its
-    interval.
+class SingleEngine(NamedTuple):
+    """An engine with one setting, for a single request."""
 
-    `default` is the engine's own setting, `first` the output position that decoding begins at, and
-    `off` the advice if no setting gives a gain.  The engine compares the draft signal `threshold`.
-    `worked` adds to the rounds the passes that this engine makes for them.
+    default: SingleSetting
+    """The engine's own; a trace without the signal has its longest draft alone."""
+    options: Callable[[bool], list[SingleSetting]]
+    """Settings searched; True if the trace holds the signal."""
+    threshold: str
+    """Draft signal that the engine compares."""
+    first: int
+    """Output position that decoding begins at."""
+    alone: str
+    """Why it has one setting."""
+    off: str
+    """Advice if no setting gives a gain."""
+    worked: Callable[[RoundLog], RoundLog] | None = None
+    """Adds to the rounds the passes that this engine makes for them."""
+    said: tuple[str, ...] = ()
+    """Warnings on every setting."""
+
+
+ONE_REQUEST = {
+    "hf": SingleEngine(
+        HF_DEFAULT, huggingface_options, "prob", 0,
+        "assisted generation of hf decodes one request", "pass no assistant model",
+    ),
+    "llamacpp": SingleEngine(
+        LLAMACPP_DEFAULT, llamacpp_options, *LlamaCppDraft.reads, 1,
+        "llama.cpp's server has one setting for every batch size, no table of them",
+        "start the server without a draft model", mirrored,
+        (
+            "one setting serves every load: with more slots (--parallel) drafts gain less",
+            "llama.cpp's draft model also reads every verified batch: this is priced here, and not "
+            "in `draftsim simulate`",
+        ),
+    ),
+}  # fmt: skip
+"""Engines by name."""
+
+
+def tune_single(
+    engine: str, trace: Trace, latency: LatencyTable, *, slo: Targets | None = None,
+    draws: int = 1000, seed: int = 0, settings: Sequence[SingleSetting] | None = None,
+) -> Tuned:  # fmt: skip
+    """Return the setting of an engine in `ONE_REQUEST` that drafts least of those not beaten.
+
+    Every setting is replayed as the engine decodes: transformers 5.23, whose first verification
+    includes the prompt, or a slot of llama.cpp's server, whose draft model also reads every
+    verified batch (`mirrored`).  The best must beat a setting beyond its interval.  The gain is
+    over no speculation, ``default_gain`` over the engine's default.  Where the trace lacks the
+    signal of the default's threshold, its draft length without one takes its place.  Settings that
+    draft past the recorded tails are left out.
+
+    Raises
+    ------
+    DraftsimError
+        If nothing can be replayed.
     """
-    tokens, bound = next(iter(default)), longest_draft(trace)
+    own = ONE_REQUEST[engine]
+    signals = own.threshold in trace.signals
+    tokens, bound = next(iter(own.default)), longest_draft(trace)
+    # The threshold is the last value of a setting.
+    default = own.default if signals else {**own.default, [*own.default][-1]: 0.0}
     most = math.inf if bound is None else bound
     cut = {**default, tokens: min(default[tokens], most)}
     base_text = text_of(cut)
-    asked = {text_of(s): s for s in (cut, *settings) if s[tokens] <= most}
+    searched = settings or own.options(signals)
+    asked = {text_of(s): s for s in (cut, *searched) if s[tokens] <= most}
     policies: dict[str, Any] = {text: check_settings(engine, s) for text, s in asked.items()}
     replayed = replay_many(
-        trace, policies, first=first, leave_out=lambda _, e: isinstance(e, TailError)
+        trace, policies, first=own.first, leave_out=lambda _, e: isinstance(e, TailError)
     )
-    logs = {log.policy: log if worked is None else worked(log) for log in replayed}
+    logs = {log.policy: log if own.worked is None else own.worked(log) for log in replayed}
     if base_text not in logs:
         raise DraftsimError(
             f"the default of {engine} ({base_text}) drafts past the recorded tails: "
@@ -243,19 +204,26 @@ def _tuned(
         outside=float(grid.outside[[0, at]].max()), held_out=held_out,
     )  # fmt: skip
     row["warnings"] = about_row(row)
-    warnings = [*about_recording(trace, latency), *about_targets([row], slo)]
-    if threshold not in trace.signals:
+    warnings = list(own.said)
+    if not signals:
         warnings.append(
-            f"the trace lacks the draft signal {threshold} (`draftsim profile` records it): "
+            f"the trace lacks the draft signal {own.threshold} (`draftsim profile` records it): "
             "no threshold was searched"
         )
-    if deploy == gains.ON:
-        warnings += summed_up([row])
-        return Tuned(engine, asked[best], [row], warnings)
-    if deploy == gains.OFF:
+    if own.default[tokens] > most:
         warnings.append(
-            f"the best setting, {best}, gives {row['gain']:.3g}x no speculation "
-            f"({rates[0]:.3g} tokens/s): {off}"
+            f"recorded drafts have at most {counted(int(most), 'token')}, so the default is cut "
+            "there"
         )
-        row = plain_row(row, grid, None, float(grid.within[0]))
-    return Tuned(engine, None, [row], [*warnings, *summed_up([row])])
+    if latency.meta.get("passes_apart") is False:
+        warnings.append(
+            "these latencies come from runs that cannot separate a draft pass from a verified "
+            "token, and the threshold depends on that: calibrate with runs at two thresholds or "
+            "two concurrencies"
+        )
+    if deploy == gains.OFF:
+        warnings.append(f"the best setting, {best}, gives {row['gain']:.3g}x no speculation")
+    return decided(
+        engine, trace, latency, slo, [row], [grid], {1: (None, float(grid.within[0]))},
+        asked[best], told=warnings, remedy=own.off,
+    )  # fmt: skip

@@ -10,11 +10,9 @@ import numpy as np
 
 from simulator.aggregate.positions import of_survival, of_trace
 from simulator.serving.cost import TableCost
-from simulator.targets import Targets
 from simulator.tune.costs import DEFAULT_LENGTHS, longest_draft
 from simulator.tune.formats import BY_BATCH
 from simulator.tune.gains import ON
-from simulator.tune.served import Progress, untold
 from simulator.tune.settings import Tuned
 from simulator.tune.vllm import tune_vllm
 from traces.acceptance.trace import Trace
@@ -33,10 +31,7 @@ def tune_tensorrt_llm(
     batches: Sequence[int] | None = None,
     *,
     lengths: Sequence[int] = DEFAULT_LENGTHS,
-    slo: Targets | None = None,
-    draws: int = 1000,
-    seed: int = 0,
-    progress: Progress = untold,
+    **options: Any,
 ) -> Tuned:
     """Search ``draft_len_schedule``, and set the gate by acceptance.
 
@@ -49,10 +44,7 @@ def tune_tensorrt_llm(
     """
     kept, shortened = sorted(set(lengths)), False
     while True:
-        found = tune_vllm(
-            trace, latency, batches, lengths=kept, slo=slo, draws=draws, seed=seed,
-            progress=progress,
-        )  # fmt: skip
+        found = tune_vllm(trace, latency, batches, lengths=kept, **options)
         if found.document is None:
             return _for_engine("tensorrt-llm", found)
         table = found.document[BY_BATCH]
@@ -130,10 +122,7 @@ def tune_dynamo(
     batches: Sequence[int] | None = None,
     *,
     lengths: Sequence[int] = DEFAULT_LENGTHS,
-    slo: Targets | None = None,
-    draws: int = 1000,
-    seed: int = 0,
-    progress: Progress = untold,
+    **options: Any,
 ) -> Tuned:
     """Return the acceptance that Dynamo's mocker is to draw, at the best draft length.
 
@@ -143,9 +132,7 @@ def tune_dynamo(
     """
     most = min(MOST_DYNAMO, longest_draft(trace) or MOST_DYNAMO)
     kept = sorted({k for k in lengths if k <= most})
-    found = tune_vllm(
-        trace, latency, batches, lengths=kept, slo=slo, draws=draws, seed=seed, progress=progress
-    )
+    found = tune_vllm(trace, latency, batches, lengths=kept, **options)
     drafting = [row["batch"] for row in found.rows if row["deploy"] == ON]
     if found.document is None or not drafting:
         return _for_engine("dynamo", found)

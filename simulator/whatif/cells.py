@@ -334,14 +334,11 @@ class Prices:
         if not len(self.contexts):
             raise DraftsimError("context is empty: give at least one number")
         contexts = [k for k in self.contexts if k is not None]
-        if contexts and not self.latencies:
-            raise DraftsimError("--context needs a latency table: give --latency")
         if min(contexts, default=0) < 0:
             raise DraftsimError(f"context is {min(contexts)}, expected 0 tokens or more")
-        if self.gpus and not self.latencies:
-            raise DraftsimError("--gpu needs a latency table to start from: give --latency")
-        if self.weights and not self.latencies:
-            raise DraftsimError("--weights needs a latency table to start from: give --latency")
+        needing = {"--context": contexts, "--gpu": self.gpus, "--weights": self.weights}
+        if given := [name for name, values in needing.items() if values and not self.latencies]:
+            raise DraftsimError(f"{given[0]} needs a latency table: give --latency")
         _ = self.tables  # refused now, not in a worker
 
     @property

@@ -15,19 +15,19 @@ import pandas as pd
 
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
-from policies.registry import parse_policy, policy_names
+from simulator.chosen import load_policies
 from simulator.pricing import Priced, autoregressive, price
-from simulator.serving.cost import TableCost
 from simulator.summary import price_all, summarize_runs
 from simulator.whatif.rate import fit_rate_optimal
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.run import can_replay
 from traces.replay.vectorised import replay_many
 
 GAMMAS = tuple(range(1, 13))
 """Draft lengths among which the best fixed one is sought."""
+NO_RUNG = ("autoregressive", "fixed", "oracle", "rate-optimal")
+"""Policies that other rungs hold, with what was fitted."""
 PARTS = ("useful_draft", "wasted_draft", "verify", "signal", "host")
 """Parts of a round's seconds: passes of accepted drafts, of rejected ones, and the rest."""
 
@@ -86,9 +86,11 @@ def ladder(
     rungs: dict[str, tuple[str, DraftPolicy]] = {
         f"fixed:gamma={gamma}": ("best-fixed" if gamma else "autoregressive", Fixed(gamma))
     }
-    for name, policy in (
-        policies if policies is not None else paper_policies(trace, latency)
-    ).items():
+    if policies is None:
+        every = load_policies(None, trace, latency=latency)
+        found = {name.partition(":")[0]: policy for name, policy in every}
+        policies = {name: policy for name, policy in found.items() if name not in NO_RUNG}
+    for name, policy in policies.items():
         if not (isinstance(policy, Oracle) and vars(policy) == vars(bound)):
             rungs.setdefault(name, ("policy", policy))
     rungs["rate-optimal"] = ("rate-optimal", fit.policy)
@@ -133,20 +135,6 @@ def best_fixed(trace: Trace, latency: LatencyTable, gammas: Sequence[int] = GAMM
     seconds = {g: price(log, latency).total_s for g, log in logs.items()}
     seconds[0] = price(autoregressive(next(iter(logs.values()))), latency).total_s
     return min(sorted(seconds), key=lambda g: seconds[g])
-
-
-def paper_policies(trace: Trace, latency: LatencyTable) -> dict[str, DraftPolicy]:
-    """Return every single-stream policy with its defaults whose signals the trace holds.
-
-    Those that weigh costs get the costs of `latency`.
-    """
-    skipped = ("autoregressive", "fixed", "oracle", "rate-optimal")
-    cost = TableCost(latency)
-    chosen = {
-        name: parse_policy(name, max_gamma=trace.max_gamma, cost=cost)
-        for name in policy_names("single") if name not in skipped
-    }  # fmt: skip
-    return {name: p for name, p in chosen.items() if can_replay(trace, p)}
 
 
 def _parts(run: Priced, whole_s: float) -> dict[str, float]:

@@ -15,8 +15,8 @@ from policies.spec import as_text, split_items
 from simulator.chosen import load_policies
 from simulator.pricing import autoregressive, price
 from simulator.summary import price_all, summarize_runs, to_rows
+from simulator.whatif.axes import search_space
 from simulator.whatif.ladder import split_prompts
-from simulator.whatif.sweep import search_space
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
