@@ -82,7 +82,7 @@ class Watch(Protocol):
 class VectorisedState(ABC):
     """The numbers that a policy remembers from round to round; `observe` updates them.
 
-    A policy gives scalars; `stacked` makes arrays (runs,) of them, on which methods work
+    A policy gives scalars (`of`); `stacked` makes arrays (runs,) of them, on which methods work
     elementwise.
     """
 
@@ -105,6 +105,16 @@ class VectorisedState(ABC):
     @abstractmethod
     def observe(self, drafted: Ints, accepted: Ints) -> None:
         """Learn from the tokens sent to verification and accepted, shape (runs,) each."""
+
+    @classmethod
+    def of(cls, policy: Any, **more: Any) -> Self:
+        """Return the state of one run of `policy`: its attributes by the fields' names, and `more`.
+
+        A field ``name`` is the policy's ``_name``, or else its parameter ``name``.
+        """
+        names = (field.name for field in fields(cls) if field.name not in more)
+        own = {n: getattr(policy, f"_{n}" if hasattr(policy, f"_{n}") else n) for n in names}
+        return cls(**own, **more)
 
     @classmethod
     def stacked(cls, states: Sequence[Self], count: int) -> Self:
