@@ -90,9 +90,15 @@ class Ours:
             self._plain[key] = price(autoregressive(log), self.latency)
         return self._plain[key]
 
-    def speedup(self, log: RoundLog) -> float:
-        """Decode seconds of plain decoding over those of `log`."""
-        return float(self.plain(log).total_s / price(log, self.latency).total_s)
+    def ran(self, log: RoundLog, how: str = "", quality: Quality | None = None) -> MethodOutcome:
+        """Return the run of a method with these rounds; ``how`` they were got, by default replayed.
+
+        Raises DraftsimError if a part of a round was not timed.
+        """
+        priced, how = price(log, self.latency), how or f"replayed: {log.fidelity}"
+        if priced.left_out:
+            how += "; judging time not included: these latencies were measured without it"
+        return MethodOutcome(priced, self.plain(log).total_s, how, quality)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,15 +158,9 @@ def outcome(
     lossy = rule is not None and not rule.lossless
     run = find_run(ours.runs, policy, rule, trace) if rule is not None and lossy else None
     if run is not None:
-        log, how = run.log, REAL
-    else:
-        [log] = replay_many(trace, [(describe(policy), policy)], rule=rule)
-        how = REPLAYED if lossy else f"replayed: {log.fidelity}"
-    priced = price(log, ours.latency)
-    if priced.left_out:
-        how += "; judging time not included: these latencies were measured without it"
-    found = None if run is None else quality(run.outputs, ours.trace)
-    return MethodOutcome(priced, ours.plain(log).total_s, how, found)
+        return ours.ran(run.log, REAL, quality(run.outputs, ours.trace))
+    [log] = replay_many(trace, [(describe(policy), policy)], rule=rule)
+    return ours.ran(log, REPLAYED if lossy else "")
 
 
 def method_outcome(
