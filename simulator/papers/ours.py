@@ -10,7 +10,7 @@ from policies.core import DraftPolicy
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from simulator.pricing import Priced, autoregressive, price
-from simulator.published import PaperTable
+from simulator.published import TABLES, PaperTable
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -60,7 +60,13 @@ def experiment(
     table: str, row: str, column: str, ours: float | None, note: str = "",
     published: float | None = None, mark: str = "",
 ) -> Row:  # fmt: skip
-    """Return a cell of the papers' experiment on our pair; some have no published number."""
+    """Return a cell of the papers' experiment on our pair.
+
+    Without `published` the number is that of the paper's table, if it has such a cell.
+    """
+    paper = TABLES.get(table)
+    if published is None and paper is not None and row in paper.cells and column in paper.columns:
+        published = paper.value(row, column)
     return Row(table, row, column, published, ours, EXPERIMENT, note, mark)
 
 

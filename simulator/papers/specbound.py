@@ -350,12 +350,9 @@ def sampling_rows(ours: Ours) -> list[Row]:
     if EarlyExit.name not in ours.recordings:
         return []
     return [
-        experiment(
-            SPECBOUND_2.name, row, "Overall", *_sampled(ours, sampling),
-            SPECBOUND_2.value(row, "Overall"),
-        )
+        experiment(SPECBOUND_2.name, row, "Overall", *_sampled(ours, sampling))
         for row, sampling in TABLE_2.items()
-    ]  # fmt: skip
+    ]
 
 
 def _sampled(ours: Ours, sampling: Sampling) -> tuple[float | None, str]:
@@ -395,7 +392,6 @@ def distribution_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
         experiment(
             SPECBOUND_5.name, label, "percent", 100 * float(share),
             f"{low:.2f}x to {high:.2f}x; {below:.0%} of prompts below 1x; {note}",
-            SPECBOUND_5.value(label, "percent"),
         )
         for label, low, high, share in ranges
     ]  # fmt: skip
@@ -421,8 +417,7 @@ def serving_rows(found: MethodOutcome, ours: Ours, note: str) -> list[Row]:
             said = f"the prompt is read alike: no draft model reads it; {note}"
         values = [column[name] for column in columns]
         for label, value in zip(SPECBOUND_3.columns, values, strict=False):
-            published = SPECBOUND_3.value(name, label)
-            rows.append(experiment(SPECBOUND_3.name, name, label, value, said, published))
+            rows.append(experiment(SPECBOUND_3.name, name, label, value, said))
         before, after = values
         if before and after:
             gain = after / before if name == THROUGHPUT else before / after
