@@ -85,8 +85,6 @@ class Ours:
     """Early exits and the like."""
     sampled: Sequence[tuple[Trace, Recordings]] = ()
     """Sampled outputs of the pair and their early exits, at most one of each `Sampling`."""
-    profile: str = "draftsim profile"
-    """The command that records the same pair on the same prompts, as far as is known."""
     _plain: dict[tuple[Any, ...], Priced] = field(default_factory=dict, init=False)
 
     def plain(self, log: RoundLog) -> Priced:
