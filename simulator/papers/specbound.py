@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
@@ -85,18 +86,15 @@ def _label(name: str) -> str:
 
 
 def _by_category(log: RoundLog, ours: Ours, name: str, note: str, mark: str) -> list[Row]:
-    speedups = prompt_speedups(log, ours.latency)
-    emitted = log.per_request(log.rounds["emitted"])
-    rounds = log.per_request([1] * len(log))
-    names = [r.category for r in log.requests]
+    prompts = pd.DataFrame({
+        "category": [r.category for r in log.requests],
+        "emitted": log.per_request(log.rounds["emitted"]),
+        "rounds": log.per_request([1] * len(log)), "speedup": prompt_speedups(log, ours.latency),
+    })  # fmt: skip
     rows = []
-    for category in dict.fromkeys(names):
-        mine = [i for i, n in enumerate(names) if n == category and rounds[i]]
-        if not mine:
-            continue
-        rate = float(emitted[mine].sum() / rounds[mine].sum())
-        label = f"{_label(name)}, {category}"
-        mean = float(speedups[mine].mean())
+    for category, mine in prompts[prompts["rounds"] > 0].groupby("category", sort=False):
+        rate = float(mine["emitted"].sum() / mine["rounds"].sum())
+        label, mean = f"{_label(name)}, {category}", float(mine["speedup"].mean())
         rows += [
             experiment(SPECBOUND, label, "CR", rate, note, mark=mark),
             experiment(SPECBOUND, label, "SD (mean of prompts)", mean, note, mark=mark),

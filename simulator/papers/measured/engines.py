@@ -10,13 +10,13 @@ server ran with asynchronous scheduling, as its configuration says.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from policies.arrays import Floats
 from policies.lengths.basic import Autoregressive
@@ -253,16 +253,13 @@ def read_over_time(path: Path) -> dict[str, Floats]:
     Raises DraftsimError if the file is damaged.
     """
     try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        window = np.array([np.ceil(float(row["t"]) / WINDOW_S) - 1 for row in rows]).astype(int)
-        columns = {
-            name: np.array([float(row[name]) for row in rows]) for name in ("running", "waiting")
-        }
+        frame = pd.read_csv(path)
+        window = np.ceil(frame["t"] / WINDOW_S) - 1
+        means = frame.groupby(window)[["running", "waiting"]].mean()
+        means = means.reindex(range(int(window.max()) + 1))
     except (OSError, TypeError, ValueError, KeyError) as error:
         raise DraftsimError(f"cannot read the samples in {path}: {error}") from None
-    count = np.bincount(window)
-    return {name: np.bincount(window, values) / count for name, values in columns.items()}
+    return {name: means[name].to_numpy(float) for name in ("running", "waiting")}
 
 
 def served(real: Requests) -> tuple[dict[str, Floats], dict[str, Floats]]:
