@@ -205,6 +205,13 @@ def until_first(starts: Starts, failing: Bools, *, drops: bool = False) -> Lengt
     return Lengths(forwards, np.minimum(forwards, ahead) if drops else None)
 
 
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Ends where a function says that no other setting shares."""
+
+    lengths: Callable[[Starts], Lengths]
+
+
 @dataclass(frozen=True)
 class Below:
     """Ends with a token whose `signal` is below `threshold`."""
