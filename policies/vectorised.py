@@ -254,17 +254,3 @@ class EntropyBound:
     def values(self, starts: Starts) -> Floats:
         found: Floats = 1.0 - np.sqrt(self.scale * starts.signal("entropy"))
         return found
-
-
-@dataclass(frozen=True)
-class KnownRun:
-    """A draft of the tokens that will be accepted, plus `more`, up to `longest`."""
-
-    more: int
-    longest: int
-
-    def lengths(self, starts: Starts) -> Lengths:
-        run = starts.run_lengths
-        length = np.minimum(np.minimum(run + self.more, self.longest), starts.most)
-        # Nobody knows: a draft longer than any recorded one sends this setting to the loop.
-        return Lengths(np.where(run < 0, UNBOUNDED, length))

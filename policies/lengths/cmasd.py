@@ -22,7 +22,7 @@ from policies.confidence import (
 )
 from policies.core import DraftPolicy, Round
 from policies.spec import one_of, ordered, parameter, whole, within
-from policies.vectorised import Lengths, Starts, VectorisedPlan, grown
+from policies.vectorised import Asked, Lengths, Starts, VectorisedPlan, grown
 
 WindowRule = Literal["literal", "causal", "lagged"]
 
@@ -122,25 +122,14 @@ class CMASD(DraftPolicy):
     def vectorised(self, batch: int) -> VectorisedPlan | None:
         if self.window != "causal" or self.vocab_size is None:
             return None
-        bounds = self.gamma_min, self.gamma_max
-        return VectorisedPlan(stop=_Window(self._confidence, self.alpha, *bounds))
+        return VectorisedPlan(stop=Asked(self._lengths))
 
     def _clip(self, mean: float) -> int:
         window = int(self.alpha * mean * self.gamma_max)
         return min(self.gamma_max, max(self.gamma_min, window))
 
-
-@dataclass(frozen=True)
-class _Window:
-    """The causal window over the confidence of what was drafted so far."""
-
-    confidence: CMASDConfidence
-    alpha: float
-    gamma_min: int
-    gamma_max: int
-
-    def lengths(self, starts: Starts) -> Lengths:
-        score = starts.watched(self.confidence)
+    def _lengths(self, starts: Starts) -> Lengths:
+        score = starts.watched(self._confidence)
         total = np.zeros(len(starts.rows))
 
         def keep(n: int, which: Ints) -> Bools:
