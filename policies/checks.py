@@ -33,7 +33,7 @@ VOCABULARY = 1000
 """Size of the vocabulary that the scripted streams tell of."""
 
 
-class Known(SimpleNamespace):
+class NamedValues(SimpleNamespace):
     """The values of a drafted token or a target score, and no others."""
 
     def __getattr__(self, name: str) -> Any:
@@ -79,7 +79,7 @@ class ScriptedDecoder:
             raise PolicyError(f"drafted {n} tokens in one round: keep_drafting never stops")
         i = (7 * self.position + 31 * n) % self._POOL
         prob, (entropy, logit_margin, part) = self._prob[i], (v[i] for v in self._other)
-        known = Known(
+        known = NamedValues(
             ends=self._ends[i], token_id=i, prob=prob, entropy=0.5 * entropy,
             logit_margin=3 * logit_margin, prob_margin=prob / (1 + part),
             top_prob=max(prob, part), raw_prob=prob * part,

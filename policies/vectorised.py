@@ -206,7 +206,7 @@ def until_first(starts: Starts, failing: Bools, *, drops: bool = False) -> Lengt
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class OwnStop:
     """Ends where a function says that no other setting shares."""
 
     lengths: Callable[[Starts], Lengths]

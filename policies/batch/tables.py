@@ -12,7 +12,7 @@ import numpy as np
 from policies.batch.base import KeptInStep, Planned
 from policies.core import Load
 from policies.spec import flag, parameter, whole
-from policies.vectorised import Asked, Lengths, Starts, VectorisedPlan
+from policies.vectorised import Lengths, OwnStop, Starts, VectorisedPlan
 
 DEFAULT_TABLE = ((1, 4, 5), (5, 16, 3), (17, 64, 1), (65, 65, 0))
 
@@ -78,7 +78,7 @@ class BatchTable(KeptInStep):
         return length
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        return VectorisedPlan(stop=Asked(partial(self._lengths, batch)))
+        return VectorisedPlan(stop=OwnStop(partial(self._lengths, batch)))
 
     def _lengths(self, batch: int, starts: Starts) -> Lengths:
         contexts, own = np.unique(starts.context, return_inverse=True)

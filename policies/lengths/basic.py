@@ -10,7 +10,7 @@ import numpy as np
 
 from policies.core import DraftPolicy, Load
 from policies.spec import one_of, parameter, whole
-from policies.vectorised import UNBOUNDED, Asked, Lengths, Starts, VectorisedPlan
+from policies.vectorised import UNBOUNDED, Lengths, OwnStop, Starts, VectorisedPlan
 
 Convention = Literal["run", "run+1"]
 
@@ -86,7 +86,7 @@ class Oracle(DraftPolicy):
         return len(draft) < self._length
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        return VectorisedPlan(stop=Asked(self._lengths))
+        return VectorisedPlan(stop=OwnStop(self._lengths))
 
     def _lengths(self, starts: Starts) -> Lengths:
         run = starts.run_lengths

@@ -22,7 +22,7 @@ from policies.confidence import (
 )
 from policies.core import DraftPolicy, Round
 from policies.spec import one_of, ordered, parameter, whole, within
-from policies.vectorised import Asked, Lengths, Starts, VectorisedPlan, grown
+from policies.vectorised import Lengths, OwnStop, Starts, VectorisedPlan, grown
 
 WindowRule = Literal["literal", "causal", "lagged"]
 
@@ -122,7 +122,7 @@ class CMASD(DraftPolicy):
     def vectorised(self, batch: int) -> VectorisedPlan | None:
         if self.window != "causal" or self.vocab_size is None:
             return None
-        return VectorisedPlan(stop=Asked(self._lengths))
+        return VectorisedPlan(stop=OwnStop(self._lengths))
 
     def _clip(self, mean: float) -> int:
         window = int(self.alpha * mean * self.gamma_max)

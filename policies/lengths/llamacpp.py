@@ -10,7 +10,7 @@ import numpy as np
 
 from policies.core import DraftPolicy
 from policies.spec import ordered, parameter, whole, within
-from policies.vectorised import Asked, Below, Lengths, Starts, VectorisedPlan
+from policies.vectorised import Below, Lengths, OwnStop, Starts, VectorisedPlan
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class LlamaCppDraft(DraftPolicy):
         return bool(draft and self.p_min and draft[-1].top10_prob < self.p_min)
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        return VectorisedPlan(stop=Asked(self._lengths))
+        return VectorisedPlan(stop=OwnStop(self._lengths))
 
     def _lengths(self, starts: Starts) -> Lengths:
         found = Lengths(starts.most)

@@ -16,7 +16,7 @@ from policies.batch.base import IterationCost, TextbookCost
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import AcceptanceEstimator, DraftProbability
 from policies.spec import flag, parameter, whole, within
-from policies.vectorised import Asked, Lengths, Starts, VectorisedPlan, grown, reader, tells_many
+from policies.vectorised import Lengths, OwnStop, Starts, VectorisedPlan, grown, reader, tells_many
 
 
 @dataclass(eq=False)
@@ -188,7 +188,7 @@ class RateOptimal(DraftPolicy):
         steady = not (self.recalibrate or self._correction)
         if not (steady and tells_many(self._estimate) and tells_many(self.following)):
             return None
-        return VectorisedPlan(stop=Asked(partial(self._lengths, batch)))
+        return VectorisedPlan(stop=OwnStop(partial(self._lengths, batch)))
 
     def _lengths(self, batch: int, starts: Starts) -> Lengths:
         buckets, own = np.unique(starts.context // CONTEXT_BUCKET, return_inverse=True)

@@ -13,7 +13,7 @@ from policies.arrays import Bools, Ints
 from policies.core import DraftPolicy
 from policies.estimators import AcceptanceEstimator, DraftProbability
 from policies.spec import flag, ordered, parameter, whole, within
-from policies.vectorised import Asked, Lengths, Starts, VectorisedPlan, grown, reader, tells_many
+from policies.vectorised import Lengths, OwnStop, Starts, VectorisedPlan, grown, reader, tells_many
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class SpecDecPP(DraftPolicy):
         if not tells_many(self._estimate):
             return None
         known = self._estimate, self.threshold, self.gamma_min, self.gamma_max, self.lag
-        return VectorisedPlan(stop=Asked(partial(doubted, *known)))
+        return VectorisedPlan(stop=OwnStop(partial(doubted, *known)))
 
 
 @dataclass(eq=False)
@@ -108,7 +108,7 @@ class Disco(DraftPolicy):
         if not tells_many(self._estimate):
             return None
         known = self._estimate, self.threshold, 1, self.gamma_max, None
-        return VectorisedPlan(stop=Asked(partial(doubted, *known)))
+        return VectorisedPlan(stop=OwnStop(partial(doubted, *known)))
 
 
 def doubted(

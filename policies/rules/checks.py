@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from policies.checks import Known
+from policies.checks import NamedValues
 from policies.guard import SCORES, SIGNALS, Guarded, PolicyError, length_from
 from policies.rules.base import VerifyRule
 
@@ -151,8 +151,8 @@ def _accept(
     rule: VerifyRule, draft: Sequence[Mapping[str, Any]], scores: Sequence[Mapping[str, Any]]
 ) -> int:
     accepted = rule.accept(
-        [Guarded(Known(**values), rule.reads) for values in draft],
-        [Guarded(Known(**values), rule.needs, "needs") for values in scores],
+        [Guarded(NamedValues(**values), rule.reads) for values in draft],
+        [Guarded(NamedValues(**values), rule.needs, "needs") for values in scores],
     )
     return length_from("accept", accepted, len(draft))
 
