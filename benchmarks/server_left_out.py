@@ -18,6 +18,7 @@ relative to the draws', and the coverage with the width that the other servers n
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -106,7 +107,8 @@ def studies() -> Iterator[tuple[str, list[Study]]]:
         )
     for study, loads in ENGINE_STUDIES.items():
         for load, of in loads.items():
-            runs = [ServerRun(load, k, r.tokens_per_s, emitted=r.emitted if k else None)
+            told = {k: r.emitted for k, r in of.items() if k and not math.isnan(r.emitted)}
+            runs = [ServerRun(load, k, r.tokens_per_s, emitted=told.get(k))
                     for k, r in of.items()]  # fmt: skip
             yield (
                 f"{study}, K = 3 from none and 1",

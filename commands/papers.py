@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from json import loads
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,7 +119,6 @@ def papers(
             [read_run(file) for file in files],
             recordings,
             sampled_ones,
-            command_of(recorded, folder),
         )
         compared = side_by_side(ours, partial(say, "comparing tables"))
     found = [row for row in compared if table is None or table.lower() in row.table.lower()]
@@ -199,27 +197,6 @@ def sampled_runs(
         if EarlyExit.name in recordings:
             found.setdefault(sampled.sampling, (sampled, recordings))
     return list(found.values())
-
-
-def command_of(trace: Trace, folder: Path | None) -> str:
-    """Return the `draftsim profile` that records a folder's pair on the same prompts again.
-
-    Names that only the user knows are left in capitals.
-    """
-    from traces.store.recordings import SAMPLED
-
-    target, draft, prompts, out = "TARGET", "DRAFT", "PROMPTS", "RUN"
-    if folder is not None and (file := folder / "run.json").is_file():
-        info = loads(file.read_text())  # not by `profiler.recording.run`, which needs torch
-        target, draft = info.get("target", target), info.get("draft", draft)
-        prompts = "profiler/bundled/prompts.jsonl" if target == "bundled" else prompts
-        out = out if (folder / SAMPLED).is_file() else str(folder)
-    limits = f"--limit {len(trace.requests)} --max-gamma {trace.max_gamma or 24}"
-    longest = max((r.max_new_tokens for r in trace.requests), default=128)
-    return (
-        f"draftsim profile --target {target} --draft {draft} --prompts {prompts} {limits} "
-        f"--max-new-tokens {longest} --out {out}"
-    )
 
 
 def print_evidence(

@@ -6,16 +6,17 @@ In the spirit of scikit-learn's ``check_estimator``: call it on an instance in a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import SIGNALS, DraftPolicy, Load, Round, own_copy, speculate
+from policies.guard import Guarded, length_from
 from policies.guard import PolicyError as PolicyError  # noqa: PLC0414
-from policies.guard import length_from
 from policies.spec import parameters
 from policies.together import Member, together_of
 from policies.wrapper import Wrapper, unwrapped
@@ -32,21 +33,12 @@ VOCABULARY = 1000
 """Size of the vocabulary that the scripted streams tell of."""
 
 
-class ProbeToken:
-    """A drafted token that raises when a policy reads what it did not declare."""
+class NamedValues(SimpleNamespace):
+    """The values of a drafted token or a target score, and no others."""
 
-    def __init__(self, reads: Collection[str], ends: bool = False, **signals: float) -> None:
-        self._reads = reads
-        self._signals = signals
-        self.ends = ends
-
-    def __getattr__(self, name: str) -> float:
-        if name in SIGNALS:
-            if name not in self._reads:
-                raise PolicyError(
-                    f"reads the signal {name!r} without declaring it: add it to `reads`"
-                )
-            return self._signals[name]
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         raise PolicyError(f"reads {name!r}, which is not a draft signal ({', '.join(SIGNALS)})")
 
 
@@ -87,12 +79,13 @@ class ScriptedDecoder:
             raise PolicyError(f"drafted {n} tokens in one round: keep_drafting never stops")
         i = (7 * self.position + 31 * n) % self._POOL
         prob, (entropy, logit_margin, part) = self._prob[i], (v[i] for v in self._other)
-        return ProbeToken(
-            self._reads, self._ends[i], token_id=i, prob=prob, entropy=0.5 * entropy,
+        known = NamedValues(
+            ends=self._ends[i], token_id=i, prob=prob, entropy=0.5 * entropy,
             logit_margin=3 * logit_margin, prob_margin=prob / (1 + part),
             top_prob=max(prob, part), raw_prob=prob * part,
             top10_prob=max(prob, part) ** 0.5,
         )  # fmt: skip
+        return Guarded(known, self._reads)
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Accept the scripted run and move on."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Floats
+from policies.spec import Checked
 from policies.vectorised import Starts
 
 EntropySign = Literal["intended", "literal"]
@@ -100,21 +102,46 @@ def shares(name: str, weights: Sequence[float]) -> None:
         )
 
 
-def confidence_reads(weights: Sequence[float]) -> tuple[str, ...]:
-    """Return the signals that a confidence with these weights reads: those of weight above 0."""
-    return tuple(name for name, weight in zip(COMPONENTS, weights, strict=True) if weight)
-
-
 def each(function: Callable[[float], float], values: npt.NDArray[Any]) -> Floats:
     """Return a `function` of `math` of every value: numpy's own may differ in the last bit."""
     found = map(function, values.ravel().tolist())
     return np.fromiter(found, np.float64, values.size).reshape(values.shape)
 
 
-def known_vocabulary(own: int | None, run: int | None, who: str) -> int:
-    """Return the vocabulary size it was given, or else the run's; ValueError if neither is."""
-    if own is not None:
-        return own
-    if run is not None:
-        return run
-    raise ValueError(f"{who} normalises an entropy by log |V|: give it vocab_size")
+class OfVocabulary:
+    """A base of what normalises an entropy by log |V|: the size that it was given, or the run's."""
+
+    vocab_size: int | None
+
+    def begin_run(
+        self, vocab_size: int | None, temperature: float = 0.0, top_p: float = 1.0
+    ) -> None:
+        """Take the run's vocabulary size where none was given; ValueError if neither is known."""
+        self.vocab_size = vocab_size if self.vocab_size is None else self.vocab_size
+        self.known_vocabulary()
+
+    def known_vocabulary(self) -> int:
+        """Return the vocabulary size; ValueError if neither the caller nor the run gave it."""
+        if self.vocab_size is None:
+            who = type(self).__name__
+            raise ValueError(f"{who} normalises an entropy by log |V|: give it vocab_size")
+        return self.vocab_size
+
+
+class Confident(OfVocabulary, Checked):
+    """A base of what weighs the confidence of drafted tokens, with its parameters."""
+
+    beta: float
+    weights: Sequence[float]
+    entropy_sign: EntropySign
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A component of weight 0 is never read, so that its signal need not be there.
+        named = zip(COMPONENTS, self.weights, strict=True)
+        vars(self)["reads"] = tuple(name for name, weight in named if weight)
+
+    @cached_property
+    def _confidence(self) -> CMASDConfidence:
+        size = self.known_vocabulary()
+        return CMASDConfidence.of(size, self.beta, self.weights, self.entropy_sign)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.guard import SIGNALS as SIGNALS  # noqa: PLC0414
-from policies.guard import Guarded, PolicyError, UndeclaredSignal, length_from
+from policies.guard import Guarded, PolicyError, length_from
 from policies.spec import Checked
 
 P = TypeVar("P", bound="DraftPolicy")
@@ -263,10 +263,9 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
 
     Raises
     ------
-    UndeclaredSignal
-        If the policy reads a signal that it does not declare.
     PolicyError
-        If it submits less than nothing, or more than its draft.
+        If the policy reads a signal that it does not declare, or submits less than nothing, or more
+        than its draft.
     """
     # Looked up once: this loop is the inner loop of every offline study.
     keep_drafting, observe = policy.keep_drafting, policy.observe
@@ -302,7 +301,7 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
             observe(outcome, seen)
             yield outcome
             catch_up = caught_up(catch_up, forwards, accepted, takes_verified)
-    except (UndeclaredSignal, PolicyError) as error:
+    except PolicyError as error:
         raise error.by(policy) from None
 
 

@@ -31,46 +31,33 @@ SCORES = (
 """Names that a rule may declare in its ``needs``: see `policies.rules.base.TargetScore`."""
 
 
-class UndeclaredSignal(DraftsimError):
-    """A policy or rule read a signal, or a rule a score, that it does not declare.
-
-    ``declared_in`` names the attribute that lacks it: ``reads`` or ``needs``.
-    """
-
-    def __init__(self, signal: str, reader: str | None = None, declared_in: str = "reads") -> None:
-        # All are kept as arguments: a simulated process raises an error again from them.
-        super().__init__(signal, reader, declared_in)
-        self.signal, self.reader, self.declared_in = signal, reader, declared_in
-
-    def __str__(self) -> str:
-        what = "signal" if self.declared_in == "reads" else "score"
-        return (
-            f"{self.reader or 'a policy'} reads the {what} {self.signal!r} without declaring it: "
-            f"add it to `{self.declared_in}`"
-        )
-
-    def by(self, reader: object) -> UndeclaredSignal:
-        """Return the same error, naming who read; one that already names a reader stays."""
-        if self.reader is not None:
-            return self
-        return UndeclaredSignal(self.signal, type(unwrapped(reader)).__name__, self.declared_in)
+def names_of(declared_in: str) -> tuple[str, ...]:
+    """Return the names that the attribute ``reads`` or ``needs`` may hold."""
+    return SIGNALS if declared_in == "reads" else SCORES
 
 
 class PolicyError(DraftsimError, ValueError):
-    """A policy breaks the contract; ``how`` says which part and how."""
+    """A policy or rule breaks its contract; ``how`` says which part and how, ``who`` which one."""
 
-    def __init__(self, how: str, policy: str | None = None) -> None:
-        super().__init__(how, policy)
-        self.how, self.policy = how, policy
+    def __init__(self, how: str, who: str | None = None) -> None:
+        # Both are kept as arguments: a simulated process raises an error again from them.
+        super().__init__(how, who)
+        self.how, self.who = how, who
 
     def __str__(self) -> str:
-        return self.how if self.policy is None else f"{self.policy} {self.how}"
+        return self.how if self.who is None else f"{self.who} {self.how}"
 
-    def by(self, policy: object) -> PolicyError:
-        """Return the same error, naming the policy; one that already names a policy stays."""
-        if self.policy is not None:
+    def by(self, who: object) -> PolicyError:
+        """Return the same error, naming the policy or rule; one that already names one stays."""
+        if self.who is not None:
             return self
-        return PolicyError(self.how, type(unwrapped(policy)).__name__)
+        return PolicyError(self.how, type(unwrapped(who)).__name__)
+
+
+def undeclared(name: str, declared_in: str) -> PolicyError:
+    """Return the error of reading `name`; ``declared_in`` is the attribute that lacks it."""
+    what = "signal" if declared_in == "reads" else "score"
+    return PolicyError(f"reads the {what} {name!r} without declaring it: add it to `{declared_in}`")
 
 
 def length_from(method: str, answer: Any, longest: int | None) -> int:
@@ -95,16 +82,19 @@ def lengths_from(method: str, answers: Sequence[Any], longest: Sequence[int | No
 
 
 class Guarded:
-    """A drafted token of which only the signals in `reads` can be read."""
+    """A drafted token of which only the signals in `declared` can be read.
 
-    __slots__ = ("_reads", "_token")
+    With ``declared_in="needs"`` it is a target score.
+    """
 
-    def __init__(self, token: Any, reads: Collection[str]) -> None:
-        self._token, self._reads = token, reads
+    __slots__ = ("_declared", "_declared_in", "_token")
+
+    def __init__(self, token: Any, declared: Collection[str], declared_in: str = "reads") -> None:
+        self._token, self._declared, self._declared_in = token, declared, declared_in
 
     def __getattr__(self, name: str) -> Any:
-        if name in SIGNALS and name not in self._reads:
-            raise UndeclaredSignal(name)
+        if name not in self._declared and name in names_of(self._declared_in):
+            raise undeclared(name, self._declared_in)
         return getattr(self._token, name)
 
 
@@ -121,8 +111,8 @@ def guarded(kind: type[T], declared: Collection[str], declared_in: str = "reads"
 
 @cache
 def _guarded(kind: type[Any], declared: frozenset[str], declared_in: str) -> type[Any]:
-    every = SIGNALS if declared_in == "reads" else SCORES
-    refused = {name: _refusal(name, declared_in) for name in every if name not in declared}
+    names = (name for name in names_of(declared_in) if name not in declared)
+    refused = {name: _refusal(name, declared_in) for name in names}
     return (
         type(kind.__name__, (kind,), {"__slots__": (), "__module__": kind.__module__, **refused})
         if refused
@@ -132,7 +122,7 @@ def _guarded(kind: type[Any], declared: frozenset[str], declared_in: str) -> typ
 
 def _refusal(name: str, declared_in: str) -> property:
     def read(self: Any) -> Any:
-        raise UndeclaredSignal(name, declared_in=declared_in)
+        raise undeclared(name, declared_in)
 
     def drop(self: Any, value: Any) -> None:
         pass

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from policies.batch.base import BatchPolicy, caps_of
 from policies.core import DraftPolicy, Load, Round, caught_up, drafting, own_copy
 from policies.errors import DraftsimError
-from policies.guard import PolicyError, UndeclaredSignal, lengths_from
+from policies.guard import PolicyError, lengths_from
 
 Policy = DraftPolicy | BatchPolicy
 Synchronise = Literal["ragged", "minimum", "mean"]
@@ -97,8 +97,8 @@ class Together(ABC):
     def draft(self, members: Sequence[M], load: Callable[[M], Load], more: Draft[M]) -> None:
         """Draft for every member of this iteration, and leave in it what is to be verified.
 
-        Raises UndeclaredSignal if a policy reads a signal that it does not declare, and PolicyError
-        if it returns a length outside its draft.
+        Raises PolicyError if a policy reads a signal that it does not declare, or returns a length
+        outside its draft.
         """
         try:
             for member, cap in zip(members, self._begin(members, load), strict=True):
@@ -120,7 +120,7 @@ class Together(ABC):
             for member, forwards, length in zip(members, drafted, lengths, strict=True):
                 member.forwards = forwards
                 del member.draft[length:]
-        except (UndeclaredSignal, PolicyError) as error:
+        except PolicyError as error:
             raise error.by(self.policy) from None
 
     def keep(self, accepted: Sequence[int], ends: Sequence[bool]) -> list[int]:
@@ -131,7 +131,7 @@ class Together(ABC):
         """Learn from an iteration, one round per member.  Raises as `draft` does."""
         try:
             self._observe(members, rounds)
-        except UndeclaredSignal as error:
+        except PolicyError as error:
             raise error.by(self.policy) from None
 
     @abstractmethod

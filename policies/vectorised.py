@@ -82,7 +82,7 @@ class Watch(Protocol):
 class VectorisedState(ABC):
     """The numbers that a policy remembers from round to round; `observe` updates them.
 
-    A policy gives scalars; `stacked` makes arrays (runs,) of them, on which methods work
+    A policy gives scalars (`of`); `stacked` makes arrays (runs,) of them, on which methods work
     elementwise.
     """
 
@@ -105,6 +105,16 @@ class VectorisedState(ABC):
     @abstractmethod
     def observe(self, drafted: Ints, accepted: Ints) -> None:
         """Learn from the tokens sent to verification and accepted, shape (runs,) each."""
+
+    @classmethod
+    def of(cls, policy: Any, **more: Any) -> Self:
+        """Return the state of one run of `policy`: its attributes by the fields' names, and `more`.
+
+        A field ``name`` is the policy's ``_name``, or else its parameter ``name``.
+        """
+        names = (field.name for field in fields(cls) if field.name not in more)
+        own = {n: getattr(policy, f"_{n}" if hasattr(policy, f"_{n}") else n) for n in names}
+        return cls(**own, **more)
 
     @classmethod
     def stacked(cls, states: Sequence[Self], count: int) -> Self:
@@ -195,6 +205,13 @@ def until_first(starts: Starts, failing: Bools, *, drops: bool = False) -> Lengt
     return Lengths(forwards, np.minimum(forwards, ahead) if drops else None)
 
 
+@dataclass(frozen=True, eq=False)
+class OwnStop:
+    """Ends where a function says that no other setting shares."""
+
+    lengths: Callable[[Starts], Lengths]
+
+
 @dataclass(frozen=True)
 class Below:
     """Ends with a token whose `signal` is below `threshold`."""
@@ -237,17 +254,3 @@ class EntropyBound:
     def values(self, starts: Starts) -> Floats:
         found: Floats = 1.0 - np.sqrt(self.scale * starts.signal("entropy"))
         return found
-
-
-@dataclass(frozen=True)
-class KnownRun:
-    """A draft of the tokens that will be accepted, plus `more`, up to `longest`."""
-
-    more: int
-    longest: int
-
-    def lengths(self, starts: Starts) -> Lengths:
-        run = starts.run_lengths
-        length = np.minimum(np.minimum(run + self.more, self.longest), starts.most)
-        # Nobody knows: a draft longer than any recorded one sends this setting to the loop.
-        return Lengths(np.where(run < 0, UNBOUNDED, length))

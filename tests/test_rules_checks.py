@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from policies.guard import PolicyError
 from policies.rules.base import TokenRule, VerifyRule
-from policies.rules.checks import RuleError, check_rule, sample_round
+from policies.rules.checks import check_rule, sample_round
 from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.registry import RULES, parse_rule
@@ -147,24 +148,24 @@ def test_a_rule_with_state_of_its_own_is_fine() -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (TooMany(), "accepted 1 of 0 tokens"),
-        (FromNothing(), "accepted -1 of 0 tokens"),
+        (TooMany(), "accept returned 1, expected 0 to 0"),
+        (FromNothing(), "accept returned -1, expected 0 to 0"),
         (NotAnInteger(), "returned 0.0, expected an int"),
         (Raises(), "Raises raised KeyError: "),
         (Clockwork(), "two copies in the same state disagree"),
         (Peeking(), "more than look_ahead=0 after them"),
         (FalselyLossless(), "calls itself lossless but accepted"),
-        (UndeclaredScore(), "read the score 'entropy' undeclared"),
-        (UndeclaredSignal(), "read the signal 'prob' undeclared"),
+        (UndeclaredScore(), "reads the score 'entropy' without declaring it"),
+        (UndeclaredSignal(), "reads the signal 'prob' without declaring it"),
         (UnknownScore(), "unknown signals or scores: mood"),
-        (NegativeLookAhead(), "look_ahead is -1"),
-        (SharedState(), "two copies in the same state disagree|changed the original"),
-        (NoCopy(), "returned the prototype"),
+        (NegativeLookAhead(), "look_ahead of -1"),
+        (SharedState(), "two copies in the same state disagree|shares state"),
+        (NoCopy(), "returns the prototype"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_a_broken_rule_fails(rule: VerifyRule, message: str) -> None:
-    with pytest.raises(RuleError, match=message):
+    with pytest.raises(PolicyError, match=message):
         check_rule(rule)
 
 

@@ -12,7 +12,7 @@ import torch
 from policies.batch.base import BatchPolicy
 from policies.checks import PolicyError, check_policy
 from policies.core import SIGNALS, DraftPolicy, Load, Round, speculate
-from policies.guard import UndeclaredSignal
+from policies.guard import undeclared
 from policies.lengths.basic import Fixed
 from policies.rules.base import SCORES, ExactMatch, VerifyRule
 from simulator.serving import Scenario, simulate
@@ -62,7 +62,7 @@ def test_a_replay_refuses_each_signal_that_is_not_declared(signal: str) -> None:
     others = tuple(s for s in SIGNALS if s != signal)
     for declared in ((), others):
         policy = Undeclared(signal, declared)
-        with pytest.raises(UndeclaredSignal, match=line(policy, signal)):
+        with pytest.raises(PolicyError, match=line(policy, signal)):
             replay(TRACE, policy)
         with pytest.raises(DraftsimError, match="without declaring"):
             list(speculate(MadeUpDecoder([1], ExactMatch()), policy))
@@ -73,7 +73,7 @@ def test_a_replay_refuses_each_signal_that_is_not_declared(signal: str) -> None:
 
 def test_a_recording_without_signals_gives_none() -> None:
     policy = Undeclared("prob", ())
-    with pytest.raises(UndeclaredSignal, match=line(policy, "prob")):
+    with pytest.raises(PolicyError, match=line(policy, "prob")):
         replay(BARE, policy)
 
 
@@ -81,7 +81,7 @@ def test_lookups_refuse_it() -> None:
     from tests.test_runs import REPEATING
 
     policy = Undeclared("token_id", ())
-    with pytest.raises(UndeclaredSignal, match=line(policy, "token_id")):
+    with pytest.raises(PolicyError, match=line(policy, "token_id")):
         replay_source(REPEATING, PLD(), policy)
     assert len(replay_source(REPEATING, PLD(), Undeclared("token_id", ("token_id",))))
 
@@ -97,7 +97,7 @@ def test_serving_refuses_it(mode: Any, declared: tuple[str, ...]) -> None:
     if mode in ("continuous", "static"):
         policies.append(UndeclaredBatch())
     for policy in policies:
-        with pytest.raises(UndeclaredSignal, match=line(policy, "entropy")):
+        with pytest.raises(PolicyError, match=line(policy, "entropy")):
             simulate(RECORDED, CONSTANT, policy, scenario)
 
 
@@ -123,10 +123,10 @@ def test_real_models_refuse_it() -> None:
     policies = [Undeclared("entropy", ()), Undeclared("entropy", ("prob",))]
     for run in real_runs():
         for policy in policies:
-            with pytest.raises(UndeclaredSignal, match=line(policy, "entropy")):
+            with pytest.raises(PolicyError, match=line(policy, "entropy")):
                 run(policy)
         assert run(Undeclared("entropy", ("entropy",)))
-    with pytest.raises(UndeclaredSignal, match=line(UndeclaredBatch(), "entropy")):
+    with pytest.raises(PolicyError, match=line(UndeclaredBatch(), "entropy")):
         real_runs()[-1](UndeclaredBatch())
 
 
@@ -141,11 +141,11 @@ def test_rules_are_held_to_what_they_declare() -> None:
     from profiler.decoding.single import ModelDecoder
     from tests import bundled
 
-    with pytest.raises(UndeclaredSignal, match=line(NosyRule(), "prob")):
+    with pytest.raises(PolicyError, match=line(NosyRule(), "prob")):
         replay(TRACE, Fixed(4), NosyRule())
     prompt = bundled.pair().encode(bundled.prompts()[0].text)
     real = speculate(ModelDecoder(*bundled.runners(), prompt, 12, rule=NosyRule()), Fixed(4))
-    with pytest.raises(UndeclaredSignal, match=line(NosyRule(), "prob")):
+    with pytest.raises(PolicyError, match=line(NosyRule(), "prob")):
         next(real)
 
 
@@ -166,13 +166,13 @@ def test_rules_are_held_to_the_scores_that_they_declare(score: str) -> None:
     said = f"^NeedyRule reads the score '{score}' without declaring it: add it to `needs`$"
     served = Scenario(ClosedLoop(2), requests=3)
     for declared in ((), tuple(s for s in SCORES if s != score)):
-        with pytest.raises(UndeclaredSignal, match=said):
+        with pytest.raises(PolicyError, match=said):
             replay(TRACE, Fixed(4), NeedyRule(score, declared))
-        with pytest.raises(UndeclaredSignal, match=said):
+        with pytest.raises(PolicyError, match=said):
             simulate(TRACE, CONSTANT, Fixed(4), served, rule=NeedyRule(score, declared))
-        assert str(pickle.loads(pickle.dumps(UndeclaredSignal(score, "NeedyRule", "needs")))) == (
-            said.strip("^$")
-        )
+        assert str(
+            pickle.loads(pickle.dumps(undeclared(score, "needs").by(NeedyRule(score, ()))))
+        ) == (said.strip("^$"))
     assert len(replay(TRACE, Fixed(4), NeedyRule(score, (score,))))
 
 
@@ -184,7 +184,7 @@ def test_real_verification_holds_rules_to_their_scores() -> None:
     for declared in ((), ("match",)):
         rule = NeedyRule("top1", declared)
         real = speculate(ModelDecoder(*bundled.runners(), prompt, 12, rule=rule), Fixed(4))
-        with pytest.raises(UndeclaredSignal, match=r"^NeedyRule reads the score 'top1' without"):
+        with pytest.raises(PolicyError, match=r"^NeedyRule reads the score 'top1' without"):
             next(real)
 
 
@@ -205,5 +205,5 @@ def test_engines_refuse_it(policy: Any) -> None:
     """A proposer in a pretended vLLM, with drafts that carry every signal."""
     from tests.test_engine_proposer import drafted
 
-    with pytest.raises(UndeclaredSignal, match=line(policy, "entropy")):
+    with pytest.raises(PolicyError, match=line(policy, "entropy")):
         drafted(policy)

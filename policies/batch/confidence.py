@@ -136,6 +136,7 @@ class AdaptiveVerification(BatchPolicy):
         return np.array([self._cost(batch, steps, n, context) for n in tokens.tolist()])
 
 
+@dataclass(eq=False, repr=False)
 class ConfidenceScheduled(AdaptiveVerification):
     """Verifies the likeliest drafts of the batch by smoothed confidences, as vLLM's DSpark does.
 
@@ -159,20 +160,12 @@ class ConfidenceScheduled(AdaptiveVerification):
         See `AdaptiveVerification`.
     """
 
-    def __init__(
-        self,
-        gamma: int = 7,
-        ema: float = 0.8,
-        captured: int | None = None,
-        budget: int | None = None,
-        cost: IterationCost | None = None,
-        estimator: AcceptanceEstimator | None = None,
-    ) -> None:
-        super().__init__(gamma, budget, cost, estimator)
-        within("ema", ema, 0, 1)
-        whole("captured", captured, 1, none=True)
-        self.ema = ema
-        self.captured = captured
+    gamma: int = parameter(7, whole, 1)
+    ema: float = parameter(0.8, within, 0, 1)
+    captured: int | None = parameter(None, whole, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._requests: Sequence[Hashable] = ()
         self._smoothed: dict[Hashable, list[float]] = {}
 

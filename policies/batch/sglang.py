@@ -130,14 +130,9 @@ class _Slot:
 
     def state(self, in_step: bool) -> Tiers:
         """Return the same slot among many, one entry a run."""
-        s = self._settings
-        scalars: Any = (
-            self.candidates, self.candidates.index(self.steps), self.steps,
-            len(self.candidates) - 1, self.average, self._batches, s["ema_alpha"],
-            s["update_interval"], s["warmup_batches"], s["down_hysteresis"], s["up_hysteresis"],
-            s["ceiling_coeff"], in_step,
-        )  # fmt: skip
-        return Tiers(*scalars)
+        at, last = self.candidates.index(self.steps), len(self.candidates) - 1
+        settings = {name: self._settings[name] for name in _SETTINGS}
+        return Tiers.of(self, at=at, last=last, in_step=in_step, **settings)
 
     def update(self, accepted: float) -> None:
         """Take in an iteration's mean accepted drafts and maybe change the steps."""
@@ -215,12 +210,12 @@ class Tiers(VectorisedState):
     last: Ints
     average: Floats
     batches: Ints
-    weight: Floats
-    interval: Ints
-    warmup: Ints
-    down: Floats
-    up: Floats
-    ceiling: Floats
+    ema_alpha: Floats
+    update_interval: Ints
+    warmup_batches: Ints
+    down_hysteresis: Floats
+    up_hysteresis: Floats
+    ceiling_coeff: Floats
     in_step: Ints
 
     blanks: ClassVar[Mapping[str, float]] = {"candidates": 0}
@@ -232,11 +227,11 @@ class Tiers(VectorisedState):
         return self.steps
 
     def observe(self, drafted: Ints, accepted: Ints) -> None:
-        moved = self.average + self.weight * (accepted - self.average)
+        moved = self.average + self.ema_alpha * (accepted - self.average)
         self.average = np.where(self.steps > 0, moved, self.average)
         self.batches = self.batches + 1
-        since = self.batches - self.warmup
-        due = (since > 0) & (since % self.interval == 0)
+        since = self.batches - self.warmup_batches
+        due = (since > 0) & (since % self.update_interval == 0)
         if due.any():
             self._choose(due)
 
@@ -247,14 +242,14 @@ class Tiers(VectorisedState):
         at = start
         for _ in rounds:
             below = self._steps(np.maximum(at - 1, 0))
-            floor = np.where(below > 0, below - 0.5, 0.5) + self.down
+            floor = np.where(below > 0, below - 0.5, 0.5) + self.down_hysteresis
             at = at - ((at > 0) & ~(self.average > floor))
         held = at == start
         for _ in rounds:
-            enough = self.average > self._steps(at) - 0.5 + self.up
+            enough = self.average > self._steps(at) - 0.5 + self.up_hysteresis
             at = at + (held & (at < self.last) & enough)
-        coeff = np.maximum(1, np.ceil(self.average * self.ceiling))
-        capped = (self.ceiling > 0) & (at <= start)
+        coeff = np.maximum(1, np.ceil(self.average * self.ceiling_coeff))
+        capped = (self.ceiling_coeff > 0) & (at <= start)
         for _ in rounds:
             at = at - (capped & (at > 0) & (self._steps(at) > coeff))
         probe = np.minimum(start + 1, self.last)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from policies.batch.base import KeptInStep, Planned
 from policies.core import Load
 from policies.spec import flag, parameter, whole
-from policies.vectorised import Lengths, Starts, VectorisedPlan
+from policies.vectorised import Lengths, OwnStop, Starts, VectorisedPlan
 
 DEFAULT_TABLE = ((1, 4, 5), (5, 16, 3), (17, 64, 1), (65, 65, 0))
 
@@ -77,7 +78,14 @@ class BatchTable(KeptInStep):
         return length
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        return VectorisedPlan(stop=_LookedUp(self, batch))
+        return VectorisedPlan(stop=OwnStop(partial(self._lengths, batch)))
+
+    def _lengths(self, batch: int, starts: Starts) -> Lengths:
+        contexts, own = np.unique(starts.context, return_inverse=True)
+        planned = [self.plan((Load(batch, c),)) for c in contexts.tolist()]
+        verified = np.array(planned, dtype=np.int64)[own]
+        forwards = np.minimum(np.maximum(verified, int(self.in_step)), starts.most)
+        return Lengths(forwards, np.minimum(forwards, verified))
 
 
 class BatchTableHysteresis(BatchTable):
@@ -123,22 +131,6 @@ class BatchTableHysteresis(BatchTable):
         if self._agreed >= self.patience:
             self._row, self._agreed = self.row_of(batch), 0
         return self._row
-
-
-@dataclass(frozen=True, eq=False)
-class _LookedUp:
-    """The table's K at a batch size, by the context of every start."""
-
-    table: BatchTable
-    batch: int
-
-    def lengths(self, starts: Starts) -> Lengths:
-        contexts, own = np.unique(starts.context, return_inverse=True)
-        planned = [self.table.plan((Load(self.batch, c),)) for c in contexts.tolist()]
-        verified = np.array(planned, dtype=np.int64)[own]
-        passes = np.maximum(verified, int(self.table.in_step))
-        forwards = np.minimum(passes, starts.most)
-        return Lengths(forwards, np.minimum(forwards, verified))
 
 
 def _checked(table: Sequence[Sequence[int]]) -> list[tuple[int, list[tuple[int, int]]]]:

@@ -88,6 +88,7 @@ class UCBSpec(_Bandit):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._cost = self.cost or TextbookCost()
+        self._rotation = ROTATION if self.variant == "greedy_code" else 0
         self._pulls = [0] * len(self.gammas)
         self._rewards = [0.0] * len(self.gammas)
         self._context = 0
@@ -95,8 +96,7 @@ class UCBSpec(_Bandit):
     def begin_round(self, load: Load) -> None:
         self._context = load.context
         played = sum(self._pulls)
-        rotation = ROTATION if self.variant == "greedy_code" else 0
-        if played < rotation or 0 in self._pulls:
+        if played < self._rotation or 0 in self._pulls:
             self._arm = played % len(self.gammas)
         else:
             spread = self._spread()
@@ -130,14 +130,11 @@ class UCBSpec(_Bandit):
         blind = self.variant == "ucb_paper"
         if not (blind or isinstance(self._cost, TextbookCost)):
             return None  # it may ask for the context, which no state knows
-        lengths, arms = list(self.gammas), len(self.gammas)
-        drafts = range(max(lengths) + 1)
-        scalars: Any = (
-            lengths, arms, self._arm, self._pulls, self._rewards,
-            [1.0 if blind else self._cost(1, n, n + 1, 0) for n in drafts], self._spread(),
-            self.confidence, ROTATION if self.variant == "greedy_code" else 0,
-        )  # fmt: skip
-        return VectorisedPlan(state=Bounds(*scalars))
+        drafts = range(max(self.gammas) + 1)
+        return VectorisedPlan(state=Bounds.of(
+            self, count=len(self.gammas), spread=self._spread(),
+            seconds=[1.0 if blind else self._cost(1, n, n + 1, 0) for n in drafts],
+        ))  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -189,18 +186,16 @@ class EXP3Spec(_Bandit):
         self._rounds += 1
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        scalars: Any = (
-            list(self.gammas), len(self.gammas), self._arm, self._losses, self._chances,
-            self._rounds, max(self.gammas), ComingDraws(self._random),
-        )  # fmt: skip
-        return VectorisedPlan(state=Weights(*scalars))
+        return VectorisedPlan(state=Weights.of(
+            self, count=len(self.gammas), longest=max(self.gammas), draws=ComingDraws(self._random)
+        ))  # fmt: skip
 
 
 @dataclass
 class _VectorisedArms(VectorisedState):
     """The arms of many runs: their lengths, their number and the last one pulled."""
 
-    lengths: Ints
+    gammas: Ints
     count: Ints
     arm: Ints
 
@@ -209,8 +204,8 @@ class _VectorisedArms(VectorisedState):
         """Return the arm of the next round, (runs,), among the `real` ones, (runs, most arms)."""
 
     def caps(self) -> Ints:
-        self.arm = self.pulled(np.arange(self.lengths.shape[1]) < self.count[:, None])
-        found: Ints = self.lengths[self._own]
+        self.arm = self.pulled(np.arange(self.gammas.shape[1]) < self.count[:, None])
+        found: Ints = self.gammas[self._own]
         return found
 
     @property
@@ -235,7 +230,7 @@ class Bounds(_VectorisedArms):
     rotation: Ints
 
     blanks: ClassVar[Mapping[str, float]] = {
-        "lengths": 0, "pulls": 0, "rewards": 0.0, "seconds": 1.0,
+        "gammas": 0, "pulls": 0, "rewards": 0.0, "seconds": 1.0,
     }  # fmt: skip
 
     def pulled(self, real: Bools) -> Ints:
@@ -265,7 +260,7 @@ class Weights(_VectorisedArms):
     longest: Ints
     draws: npt.NDArray[np.object_]
 
-    blanks: ClassVar[Mapping[str, float]] = {"lengths": 0, "losses": math.inf, "chances": 0.0}
+    blanks: ClassVar[Mapping[str, float]] = {"gammas": 0, "losses": math.inf, "chances": 0.0}
 
     def pulled(self, real: Bools) -> Ints:
         rate = np.sqrt(each(math.log, self.count) / ((self.rounds + 1) * self.count))

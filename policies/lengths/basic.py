@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from policies.core import DraftPolicy, Load
 from policies.spec import one_of, parameter, whole
-from policies.vectorised import UNBOUNDED, KnownRun, VectorisedPlan
+from policies.vectorised import UNBOUNDED, Lengths, OwnStop, Starts, VectorisedPlan
 
 Convention = Literal["run", "run+1"]
 
@@ -84,5 +86,11 @@ class Oracle(DraftPolicy):
         return len(draft) < self._length
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        longest = UNBOUNDED if self.gamma_max is None else self.gamma_max
-        return VectorisedPlan(stop=KnownRun(int(self.convention == "run+1"), longest))
+        return VectorisedPlan(stop=OwnStop(self._lengths))
+
+    def _lengths(self, starts: Starts) -> Lengths:
+        run = starts.run_lengths
+        longest = starts.most if self.gamma_max is None else np.minimum(self.gamma_max, starts.most)
+        length = np.minimum(run + (self.convention == "run+1"), longest)
+        # Nobody knows: a draft longer than any recorded one sends this setting to the loop.
+        return Lengths(np.where(run < 0, UNBOUNDED, length))

@@ -60,9 +60,8 @@ class BiLDFallback(DraftPolicy):
         self._target_alone = self.target_after_rollback and outcome.accepted < outcome.drafted
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        scalars: Any = (self._target_alone, self.gamma_max, self.target_after_rollback)
         return VectorisedPlan(
-            stop=Below("top_prob", self.threshold, drops=True), state=_TargetAlone(*scalars)
+            stop=Below("top_prob", self.threshold, drops=True), state=_TargetAlone.of(self)
         )
 
 
@@ -70,12 +69,12 @@ class BiLDFallback(DraftPolicy):
 class _TargetAlone(VectorisedState):
     """The state of many runs: whether the target decodes the next step alone."""
 
-    alone: Bools
-    longest: Ints
-    after_rollback: Bools
+    target_alone: Bools
+    gamma_max: Ints
+    target_after_rollback: Bools
 
     def caps(self) -> Ints:
-        return np.where(self.alone, 0, self.longest)
+        return np.where(self.target_alone, 0, self.gamma_max)
 
     def observe(self, drafted: Ints, accepted: Ints) -> None:
-        self.alone = self.after_rollback & (accepted < drafted)
+        self.target_alone = self.target_after_rollback & (accepted < drafted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from math import exp
 from typing import Any, Literal, get_args
 
@@ -14,21 +14,19 @@ from policies.arrays import Bools, Ints
 from policies.confidence import (
     COMPONENTS,
     EQUAL_WEIGHTS,
-    CMASDConfidence,
+    Confident,
     EntropySign,
-    confidence_reads,
-    known_vocabulary,
     shares,
 )
 from policies.core import DraftPolicy, Round
 from policies.spec import one_of, ordered, parameter, whole, within
-from policies.vectorised import Lengths, Starts, VectorisedPlan, grown
+from policies.vectorised import Lengths, OwnStop, Starts, VectorisedPlan, grown
 
 WindowRule = Literal["literal", "causal", "lagged"]
 
 
 @dataclass(eq=False)
-class CMASD(DraftPolicy):
+class CMASD(Confident, DraftPolicy):
     """Draft length from the mean confidence of the window (CM-ASD, eqs. 5-6).
 
     k = clip(floor(alpha mean(C) gamma_max), gamma_min, gamma_max), with C as in
@@ -68,20 +66,9 @@ class CMASD(DraftPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         ordered("gamma_min", self.gamma_min, "gamma_max", self.gamma_max)
-        vars(self)["reads"] = confidence_reads(self.weights)
         self._sum = 0.0
         lagged = self.window == "lagged"
         self._length = self._clip(self.initial_confidence) if lagged else self.gamma_max
-
-    def begin_run(self, vocab_size: int | None) -> None:
-        """Take the run's vocabulary size where none was given; ValueError if neither is known."""
-        self.vocab_size = known_vocabulary(self.vocab_size, vocab_size, type(self).__name__)
-
-    @cached_property
-    def _confidence(self) -> CMASDConfidence:
-        """The confidence; ValueError where no vocabulary size was given, by caller or run."""
-        size = known_vocabulary(self.vocab_size, None, type(self).__name__)
-        return CMASDConfidence.of(size, self.beta, self.weights, self.entropy_sign)
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         n = len(draft)
@@ -122,25 +109,14 @@ class CMASD(DraftPolicy):
     def vectorised(self, batch: int) -> VectorisedPlan | None:
         if self.window != "causal" or self.vocab_size is None:
             return None
-        bounds = self.gamma_min, self.gamma_max
-        return VectorisedPlan(stop=_Window(self._confidence, self.alpha, *bounds))
+        return VectorisedPlan(stop=OwnStop(self._lengths))
 
     def _clip(self, mean: float) -> int:
         window = int(self.alpha * mean * self.gamma_max)
         return min(self.gamma_max, max(self.gamma_min, window))
 
-
-@dataclass(frozen=True)
-class _Window:
-    """The causal window over the confidence of what was drafted so far."""
-
-    confidence: CMASDConfidence
-    alpha: float
-    gamma_min: int
-    gamma_max: int
-
-    def lengths(self, starts: Starts) -> Lengths:
-        score = starts.watched(self.confidence)
+    def _lengths(self, starts: Starts) -> Lengths:
+        score = starts.watched(self._confidence)
         total = np.zeros(len(starts.rows))
 
         def keep(n: int, which: Ints) -> Bools:

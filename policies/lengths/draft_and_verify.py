@@ -63,7 +63,7 @@ class DraftAndVerify(DraftPolicy):
     def vectorised(self, batch: int) -> VectorisedPlan:
         return VectorisedPlan(
             self.gamma_max,
-            state=ThresholdState.of(self._threshold, self.gamma_max, by_accepted=False),
+            state=ThresholdState.of(self._threshold, longest=self.gamma_max, by_accepted=False),
             watch=Signal("raw_prob"),
         )
 
@@ -129,14 +129,6 @@ class ThresholdState(VectorisedState):
     value_memory: Floats
     longest: Ints
     by_accepted: Bools
-
-    @classmethod
-    def of(cls, threshold: AdaptiveThreshold, longest: int, by_accepted: bool) -> ThresholdState:
-        t = threshold
-        scalars: Any = (
-            t.value, t.rate, t.target, t.step, t.rate_memory, t.value_memory, longest, by_accepted
-        )  # fmt: skip
-        return cls(*scalars)
 
     def caps(self) -> Ints:
         return self.longest

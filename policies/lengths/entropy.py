@@ -105,7 +105,7 @@ class AdaEDL(DraftPolicy):
     def vectorised(self, batch: int) -> VectorisedPlan:
         return VectorisedPlan(
             self.gamma_max,
-            state=ThresholdState.of(self._lambda, self.gamma_max, by_accepted=True),
+            state=ThresholdState.of(self._lambda, longest=self.gamma_max, by_accepted=True),
             watch=EntropyBound(self.entropy_scale),
             drops=not self.keep_trigger_token,
         )

@@ -72,8 +72,11 @@ class GammaTune(DraftPolicy):
         self._mean = min(self.gamma_max, max(self.gamma_min, mean))
         self._length = math.ceil(self._mean)
 
+    def _average(self) -> _MovingAverage:
+        return _MovingAverage.of(self, budget=self.full_accept_means == "budget")
+
     def vectorised(self, batch: int) -> VectorisedPlan:
-        return VectorisedPlan(state=_MovingAverage.of(self))
+        return VectorisedPlan(state=self._average())
 
 
 @dataclass(eq=False)
@@ -94,7 +97,7 @@ class GammaTunePlus(GammaTune):
         return n < self._length and not (n and draft[-1].top_prob < self.threshold)
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        return VectorisedPlan(stop=Below("top_prob", self.threshold), state=_MovingAverage.of(self))
+        return VectorisedPlan(stop=Below("top_prob", self.threshold), state=self._average())
 
 
 @dataclass
@@ -105,17 +108,9 @@ class _MovingAverage(VectorisedState):
     length: Ints
     eta: Floats
     delta: Floats
-    low: Floats
-    high: Floats
+    gamma_min: Ints
+    gamma_max: Ints
     budget: Bools
-
-    @classmethod
-    def of(cls, policy: GammaTune) -> _MovingAverage:
-        scalars: Any = (
-            policy._mean, policy._length, policy.eta, policy.delta, policy.gamma_min,
-            policy.gamma_max, policy.full_accept_means == "budget",
-        )  # fmt: skip
-        return cls(*scalars)
 
     def caps(self) -> Ints:
         return self.length
@@ -123,6 +118,6 @@ class _MovingAverage(VectorisedState):
     def observe(self, drafted: Ints, accepted: Ints) -> None:
         full = accepted == np.where(self.budget, self.length, drafted)
         mean = (1 - self.eta) * self.mean + self.eta * (accepted + full * self.delta)
-        mean = np.minimum(self.high, np.maximum(self.low, mean))
+        mean = np.minimum(self.gamma_max, np.maximum(self.gamma_min, mean))
         self.mean = np.where(drafted > 0, mean, self.mean)
         self.length = np.ceil(self.mean).astype(np.int64)

@@ -182,8 +182,8 @@ class HFHeuristic(Confidence):
         if self.roc_update != "off":
             return None
         most = UNBOUNDED if self.gamma_max is None else self.gamma_max
-        scalars: Any = (self._cap, most, self.full_accept_means == "budget")
-        return VectorisedPlan(stop=self._test(), state=_UpTwoDownOne(*scalars))
+        state = _UpTwoDownOne.of(self, most=most, budget=self.full_accept_means == "budget")
+        return VectorisedPlan(stop=self._test(), state=state)
 
 
 @dataclass

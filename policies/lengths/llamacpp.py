@@ -10,7 +10,7 @@ import numpy as np
 
 from policies.core import DraftPolicy
 from policies.spec import ordered, parameter, whole, within
-from policies.vectorised import Below, Lengths, Starts, VectorisedPlan
+from policies.vectorised import Below, Lengths, OwnStop, Starts, VectorisedPlan
 
 
 @dataclass(eq=False)
@@ -51,18 +51,9 @@ class LlamaCppDraft(DraftPolicy):
         return bool(draft and self.p_min and draft[-1].top10_prob < self.p_min)
 
     def vectorised(self, batch: int) -> VectorisedPlan:
-        return VectorisedPlan(stop=_LongEnough(self.gamma, self.gamma_min, self.p_min))
+        return VectorisedPlan(stop=OwnStop(self._lengths))
 
-
-@dataclass(frozen=True)
-class _LongEnough:
-    """Up to `gamma` tokens, the unsure one dropped; none is sent of fewer than `gamma_min`."""
-
-    gamma: int
-    gamma_min: int
-    p_min: float
-
-    def lengths(self, starts: Starts) -> Lengths:
+    def _lengths(self, starts: Starts) -> Lengths:
         found = Lengths(starts.most)
         if self.p_min:
             found = Below("top10_prob", self.p_min, drops=True).lengths(starts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from policies.batch.base import IterationCost, TextbookCost
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import AcceptanceEstimator, DraftProbability
 from policies.spec import flag, parameter, whole, within
-from policies.vectorised import Lengths, Starts, VectorisedPlan, grown, reader, tells_many
+from policies.vectorised import Lengths, OwnStop, Starts, VectorisedPlan, grown, reader, tells_many
 
 
 @dataclass(eq=False)
@@ -187,13 +188,57 @@ class RateOptimal(DraftPolicy):
         steady = not (self.recalibrate or self._correction)
         if not (steady and tells_many(self._estimate) and tells_many(self.following)):
             return None
-        return VectorisedPlan(stop=WorthDrafting(self, batch))
+        return VectorisedPlan(stop=OwnStop(partial(self._lengths, batch)))
 
-    def prices_at(self, batch: int, buckets: list[int]) -> tuple[Floats, Floats]:
-        """Return `_priced` of contexts by their buckets, (contexts, gamma_max + 1) each."""
-        rate, found = self._rate_at(batch), [self._seconds(batch, bucket) for bucket in buckets]
+    def _lengths(self, batch: int, starts: Starts) -> Lengths:
+        buckets, own = np.unique(starts.context // CONTEXT_BUCKET, return_inverse=True)
+        # As `_priced`, (contexts, gamma_max + 1) each.
+        found = [self._seconds(batch, bucket) for bucket in buckets.tolist()]
+        rate = self._rate_at(batch)
         drafting, verifying = (rate * np.array(side) for side in zip(*found, strict=True))
-        return drafting, verifying
+        estimator: Any = self._estimate
+        following: Any = self.following
+        survival = [np.ones(len(starts.rows))]
+
+        def keep(n: int, which: Ints) -> Bools:
+            ahead: Floats | float = self.acceptance
+            if n:
+                read = reader(starts, starts.rows[which] + n - 1)
+                survival.append(survival[-1].copy())
+                survival[n][which] *= estimator.chances(read, n - 1)
+                if following is not None:
+                    ahead = following.chances(read, n - 1)
+            ahead = np.broadcast_to(ahead, len(which))
+            return self._worth(drafting, own[which], n, survival[n][which], ahead)
+
+        forwards = grown(starts, keep)
+        if not self.trim:
+            return Lengths(forwards)
+        return Lengths(forwards, _best_prefix(forwards, survival, verifying, own))
+
+    def _worth(self, price: Floats, own: Ints, n: int, chance: Floats, ahead: Floats) -> Bools:
+        """Return where drafting some number of further tokens gains more than it costs."""
+        longest = self.gamma_max
+        if n >= longest:
+            return np.zeros(len(own), dtype=bool)
+        # The next token is worth most: no number pays where it earns less than the cheapest.
+        cheapest = np.diff(price[:, n:], axis=1).min(axis=1) * (1 - ROUNDING)
+        pays = np.asarray(chance * ahead >= cheapest[own])
+        undecided = np.flatnonzero(pays)
+        own, chance, ahead = own[undecided], chance[undecided], ahead[undecided]
+        pays[undecided], worth = False, np.zeros(len(undecided))
+        for longer in range(n + 1, longest + 1):
+            chance = chance * ahead
+            worth = worth + chance
+            cost = (price[:, longer] - price[:, n])[own]
+            enough = worth > cost
+            pays[undecided[enough]] = True
+            rest = ~enough & (chance > NOTHING)
+            undecided, own, ahead = undecided[rest], own[rest], ahead[rest]
+            chance, worth = chance[rest], worth[rest]
+            if not len(undecided):
+                break
+        return pays
 
 
 class _Seconds:
@@ -230,61 +275,6 @@ NOTHING = 1e-9
 """A chance below which no further token can change a decision."""
 ROUNDING = 1e-9
 """Relative; more than sums of as many terms as a draft has tokens can be off by."""
-
-
-@dataclass(frozen=True, eq=False)
-class WorthDrafting:
-    """The rule of `RateOptimal` at a rate that does not change."""
-
-    policy: RateOptimal
-    batch: int
-
-    def lengths(self, starts: Starts) -> Lengths:
-        buckets, own = np.unique(starts.context // CONTEXT_BUCKET, return_inverse=True)
-        drafting, verifying = self.policy.prices_at(self.batch, buckets.tolist())
-        estimator: Any = self.policy._estimate
-        following: Any = self.policy.following
-        survival = [np.ones(len(starts.rows))]
-
-        def keep(n: int, which: Ints) -> Bools:
-            ahead: Floats | float = self.policy.acceptance
-            if n:
-                read = reader(starts, starts.rows[which] + n - 1)
-                survival.append(survival[-1].copy())
-                survival[n][which] *= estimator.chances(read, n - 1)
-                if following is not None:
-                    ahead = following.chances(read, n - 1)
-            ahead = np.broadcast_to(ahead, len(which))
-            return self._worth(drafting, own[which], n, survival[n][which], ahead)
-
-        forwards = grown(starts, keep)
-        if not self.policy.trim:
-            return Lengths(forwards)
-        return Lengths(forwards, _best_prefix(forwards, survival, verifying, own))
-
-    def _worth(self, price: Floats, own: Ints, n: int, chance: Floats, ahead: Floats) -> Bools:
-        """Return where drafting some number of further tokens gains more than it costs."""
-        longest = self.policy.gamma_max
-        if n >= longest:
-            return np.zeros(len(own), dtype=bool)
-        # The next token is worth most: no number pays where it earns less than the cheapest.
-        cheapest = np.diff(price[:, n:], axis=1).min(axis=1) * (1 - ROUNDING)
-        pays = np.asarray(chance * ahead >= cheapest[own])
-        undecided = np.flatnonzero(pays)
-        own, chance, ahead = own[undecided], chance[undecided], ahead[undecided]
-        pays[undecided], worth = False, np.zeros(len(undecided))
-        for longer in range(n + 1, longest + 1):
-            chance = chance * ahead
-            worth = worth + chance
-            cost = (price[:, longer] - price[:, n])[own]
-            enough = worth > cost
-            pays[undecided[enough]] = True
-            rest = ~enough & (chance > NOTHING)
-            undecided, own, ahead = undecided[rest], own[rest], ahead[rest]
-            chance, worth = chance[rest], worth[rest]
-            if not len(undecided):
-                break
-        return pays
 
 
 def _best_prefix(forwards: Ints, survival: list[Floats], verifying: Floats, own: Ints) -> Ints:

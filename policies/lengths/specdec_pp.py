@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from policies.arrays import Bools, Ints
 from policies.core import DraftPolicy
 from policies.estimators import AcceptanceEstimator, DraftProbability
 from policies.spec import flag, ordered, parameter, whole, within
-from policies.vectorised import Lengths, Starts, VectorisedPlan, grown, reader, tells_many
+from policies.vectorised import Lengths, OwnStop, Starts, VectorisedPlan, grown, reader, tells_many
 
 
 @dataclass(eq=False)
@@ -64,8 +65,8 @@ class SpecDecPP(DraftPolicy):
     def vectorised(self, batch: int) -> VectorisedPlan | None:
         if not tells_many(self._estimate):
             return None
-        bounds = self.threshold, self.gamma_min, self.gamma_max
-        return VectorisedPlan(stop=Doubted(self._estimate, *bounds, self.lag))
+        known = self._estimate, self.threshold, self.gamma_min, self.gamma_max, self.lag
+        return VectorisedPlan(stop=OwnStop(partial(doubted, *known)))
 
 
 @dataclass(eq=False)
@@ -106,38 +107,31 @@ class Disco(DraftPolicy):
     def vectorised(self, batch: int) -> VectorisedPlan | None:
         if not tells_many(self._estimate):
             return None
-        return VectorisedPlan(stop=Doubted(self._estimate, self.threshold, 1, self.gamma_max, None))
+        known = self._estimate, self.threshold, 1, self.gamma_max, None
+        return VectorisedPlan(stop=OwnStop(partial(doubted, *known)))
 
 
-@dataclass(frozen=True, eq=False)
-class Doubted:
-    """A draft that ends with a token called unlikely, or once some token is.
+def doubted(
+    estimator: Any, threshold: float, gamma_min: int, gamma_max: int, lag: bool | None,
+    starts: Starts,
+) -> Lengths:  # fmt: skip
+    """Return drafts that end with a token called unlikely, or once some token is.
 
     ``lag`` None compares the newest token's estimate with the threshold; otherwise the product of
     the estimates up to it, or up to the one before it.
     """
+    survival = np.ones(len(starts.rows))
 
-    estimator: Any
-    threshold: float
-    gamma_min: int
-    gamma_max: int
-    lag: bool | None
+    def keep(n: int, which: Ints) -> Bools:
+        if n == 0:
+            return np.ones(len(which), dtype=bool)
+        chance = estimator.chances(reader(starts, starts.rows[which] + n - 1), n - 1)
+        before = survival[which]
+        survival[which] = before * chance
+        if n < gamma_min or n >= gamma_max:
+            return np.full(len(which), n < gamma_min)
+        if lag is None:
+            return np.asarray(~(chance < threshold))
+        return np.asarray(~(1.0 - (before if lag else survival[which]) > threshold))
 
-    def lengths(self, starts: Starts) -> Lengths:
-        survival = np.ones(len(starts.rows))
-
-        def keep(n: int, which: Ints) -> Bools:
-            if n == 0:
-                return np.ones(len(which), dtype=bool)
-            rows = starts.rows[which] + n - 1
-            chance = self.estimator.chances(reader(starts, rows), n - 1)
-            before = survival[which]
-            survival[which] = before * chance
-            if n < self.gamma_min or n >= self.gamma_max:
-                return np.full(len(which), n < self.gamma_min)
-            if self.lag is None:
-                return np.asarray(~(chance < self.threshold))
-            product = before if self.lag else survival[which]
-            return np.asarray(~(1.0 - product > self.threshold))
-
-        return Lengths(grown(starts, keep))
+    return Lengths(grown(starts, keep))

@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from policies.core import SIGNALS
-from policies.rules.base import SCORES, VerifyRule
+from policies.checks import NamedValues
+from policies.guard import SCORES, SIGNALS, Guarded, PolicyError, length_from
+from policies.rules.base import VerifyRule
 
-VOCAB = 20
-
-
-class RuleError(ValueError):
-    """A rule breaks the contract; the message says which part and how."""
-
-
-@dataclass(frozen=True)
-class NamedValues:
-    """One drafted token, or one score of one: the named values and no others."""
-
-    values: dict[str, Any]
-    allowed: frozenset[str]
-    side: str
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        _require(name in self.allowed, f"the rule read the {self.side} {name!r} undeclared")
-        return self.values[name]
+VOCAB, ROUNDS = 20, 60
+"""Tokens of the vocabulary that rounds are drawn from, and rounds of a check."""
 
 
 def sample_round(
-    rng: np.random.Generator, length: int, temperature: float = 0.0, *, vocab_size: int = VOCAB
+    rng: np.random.Generator, length: int, temperature: float = 0.0
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return random but coherent draft signals and target scores of one round.
 
-    Both sides are computed from full random distributions over `vocab_size` tokens, so
+    Both sides are computed from full random distributions over `VOCAB` tokens, so
     every relation between the fields that real models keep holds here too.  At
     temperature 0 the draft is the drafter's argmax; at 1 it is a draw, with a coin.
     """
     draft, scores = [], []
     for _ in range(length):
-        theirs = rng.normal(0, rng.uniform(0.3, 4), vocab_size)
-        mine = theirs + rng.normal(0, rng.uniform(0.1, 2), vocab_size)
+        theirs = rng.normal(0, rng.uniform(0.3, 4), VOCAB)
+        mine = theirs + rng.normal(0, rng.uniform(0.1, 2), VOCAB)
         target, drafter = softmax(theirs), softmax(mine)
         greedy = temperature == 0
-        token = int(mine.argmax()) if greedy else int(rng.choice(vocab_size, p=drafter))
+        token = int(mine.argmax()) if greedy else int(rng.choice(VOCAB, p=drafter))
         best = int(theirs.argmax())
         coin = rng.random() < target[token] / drafter[token]
         top_mine, top_theirs = np.sort(mine)[::-1], np.sort(theirs)[::-1]
@@ -92,7 +74,7 @@ def entropy(probs: Any) -> float:
     return float(-(probs * np.log(probs)).sum())
 
 
-def check_rule(rule: VerifyRule, *, seed: int = 0, rounds: int = 60) -> None:
+def check_rule(rule: VerifyRule) -> None:
     """Put `rule` through the contract of `VerifyRule`; the rule itself is left as it was.
 
     A copy is driven over random rounds, at the first temperature of 0 and 1 that
@@ -103,55 +85,50 @@ def check_rule(rule: VerifyRule, *, seed: int = 0, rounds: int = 60) -> None:
 
     Raises
     ------
-    RuleError
-        Naming the part of the contract that the rule breaks, or what it raises.
+    PolicyError
+        Naming the rule and the part of the contract that it breaks, or what it raises.
     """
-    name = type(rule).__name__
     unknown = sorted(({*rule.reads} - {*SIGNALS}) | ({*rule.needs} - {*SCORES}))
-    _require(not unknown, f"{name} declares unknown signals or scores: {', '.join(unknown)}")
-    _require(rule.look_ahead >= 0, f"{name}: look_ahead is {rule.look_ahead}, expected >= 0")
     try:
-        _check(rule, seed, rounds)
-    except RuleError:
-        raise
+        _require(not unknown, f"declares unknown signals or scores: {', '.join(unknown)}")
+        _require(rule.look_ahead >= 0, f"has a look_ahead of {rule.look_ahead}, expected >= 0")
+        _check(rule)
+    except PolicyError as error:
+        raise error.by(rule) from None
     except Exception as error:
-        raise RuleError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise PolicyError(f"raised {type(error).__name__}: {error}").by(rule) from error
 
 
-def _check(rule: VerifyRule, seed: int, rounds: int) -> None:
-    name, temperature = type(rule).__name__, _temperature(rule)
-    rng = np.random.default_rng(seed)
-    cases = [_case(rule, rng, int(rng.integers(1, 13)), temperature) for _ in range(rounds)]
+def _check(rule: VerifyRule) -> None:
+    temperature, rng = _temperature(rule), np.random.default_rng(0)
+    cases = [sample_round(rng, int(rng.integers(1, 13)), temperature) for _ in range(ROUNDS)]
 
     first, second = _started(rule, temperature), _started(rule, temperature)
-    _require(
-        first is not rule, f"{name}: fresh() returned the prototype: two runs would share state"
-    )
-    _require(_accept(first, [], []) == 0, f"{name} accepted tokens of an empty draft")
-    _require(_accept(second, [], []) == 0, f"{name} accepted tokens of an empty draft")
+    _require(first is not rule, "returns the prototype from fresh(): two runs would share state")
+    for one in (first, second):
+        _require(_accept(one, [], []) == 0, "accepted tokens of an empty draft")
     for draft, scores in cases:
         before = first.fresh()
         accepted = _accept(first, draft, scores)
         _require(
             accepted == _accept(second, draft, scores),
-            f"{name} is not deterministic: two copies in the same state disagree",
+            "is not deterministic: two copies in the same state disagree",
         )
         if rule.lossless:
-            matches = [s.values["match"] for s in scores]
+            matches = [score["match"] for score in scores]
             leading = matches.index(False) if False in matches else len(matches)
             _require(
                 accepted == leading,
-                f"{name} calls itself lossless but accepted {accepted}, leading matches: {leading}",
+                f"calls itself lossless but accepted {accepted}, leading matches: {leading}",
             )
         _check_prefixes(before, draft, scores, accepted)
     untouched, again = _started(rule, temperature), _started(rule, temperature)
     for draft, scores in cases:
-        driven = again.fresh()
-        _accept(driven, draft, scores)
+        _accept(again.fresh(), draft, scores)
     for draft, scores in cases:
         _require(
             _accept(untouched, draft, scores) == _accept(again, draft, scores),
-            f"{name}: driving a copy changed the original: fresh() must copy all state",
+            "shares state with its copies: fresh() must copy all of it",
         )
 
 
@@ -170,42 +147,30 @@ def _started(rule: VerifyRule, temperature: float) -> VerifyRule:
     return mine
 
 
-def _case(
-    rule: VerifyRule, rng: np.random.Generator, length: int, temperature: float
-) -> tuple[tuple[NamedValues, ...], tuple[NamedValues, ...]]:
-    draft, scores = sample_round(rng, length, temperature)
-    reads, needs = frozenset(rule.reads), frozenset(rule.needs)
-    return (
-        tuple(NamedValues(values, reads, "signal") for values in draft),
-        tuple(NamedValues(values, needs, "score") for values in scores),
+def _accept(
+    rule: VerifyRule, draft: Sequence[Mapping[str, Any]], scores: Sequence[Mapping[str, Any]]
+) -> int:
+    accepted = rule.accept(
+        [Guarded(NamedValues(**values), rule.reads) for values in draft],
+        [Guarded(NamedValues(**values), rule.needs, "needs") for values in scores],
     )
-
-
-def _accept(rule: VerifyRule, draft: Sequence[Any], scores: Sequence[Any]) -> int:
-    accepted = rule.accept(draft, scores)
-    name = type(rule).__name__
-    whole = isinstance(accepted, int | np.integer)
-    _require(whole, f"{name}.accept returned {accepted!r}, expected an int")
-    _require(
-        0 <= accepted <= len(draft),
-        f"{name} accepted {accepted} of {len(draft)} tokens, expected 0..{len(draft)}",
-    )
-    return accepted
+    return length_from("accept", accepted, len(draft))
 
 
 def _check_prefixes(
-    before: VerifyRule, draft: Sequence[Any], scores: Sequence[Any], accepted: int
-) -> None:
+    before: VerifyRule, draft: Sequence[Mapping[str, Any]], scores: Sequence[Mapping[str, Any]],
+    accepted: int,
+) -> None:  # fmt: skip
     for count in range(len(draft) + 1):
         seen = min(len(draft), count + before.look_ahead)
         part = _accept(before.fresh(), draft[:seen], scores[:seen])
         _require(
             min(part, count) == min(accepted, count),
-            f"{type(before).__name__}: whether the first {count} tokens are accepted depends on "
-            f"tokens more than look_ahead={before.look_ahead} after them",
+            f"decides on the first {count} tokens by tokens more than look_ahead="
+            f"{before.look_ahead} after them",
         )
 
 
 def _require(holds: bool, message: str) -> None:
     if not holds:
-        raise RuleError(message)
+        raise PolicyError(message)

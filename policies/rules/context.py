@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from policies.arrays import Bools
-from policies.confidence import known_vocabulary
+from policies.confidence import OfVocabulary
 from policies.rules.base import TokenRule, VerifyRule
 from policies.rules.memory import OnlineCorrectionMemory
 from policies.spec import flag, parameter, ratio, whole, within
@@ -118,7 +118,7 @@ class CSD(TokenRule):
 
 
 @dataclass(eq=False)
-class FLy(VerifyRule):
+class FLy(OfVocabulary, VerifyRule):
     """FLy (2511.22972): forgive a mismatch where the target is unsure and agreement returns.
 
     A mismatch is accepted if the target's entropy there, normalised by log |V|, is at least
@@ -146,13 +146,9 @@ class FLy(VerifyRule):
         super().__post_init__()
         self.look_ahead = self.window
 
-    def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
-        """Take the run's vocabulary size where none was given."""
-        self.vocab_size = known_vocabulary(self.vocab_size, vocab_size, type(self).__name__)
-
     def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
         """Return the leading tokens up to the first mismatch that is not forgiven."""
-        most = math.log(known_vocabulary(self.vocab_size, None, type(self).__name__))
+        most = math.log(self.known_vocabulary())
         for i, score in enumerate(scores):
             if score.match:
                 continue

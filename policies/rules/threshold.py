@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -14,11 +14,9 @@ from policies.arrays import Bools
 from policies.confidence import (
     COMPONENTS,
     EQUAL_WEIGHTS,
-    CMASDConfidence,
+    Confident,
     EntropySign,
-    confidence_reads,
     each,
-    known_vocabulary,
     shares,
 )
 from policies.rules.base import TokenRule
@@ -53,7 +51,7 @@ class SpecVerification(TokenRule):
 
 
 @dataclass(eq=False)
-class CMASDVerification(TokenRule):
+class CMASDVerification(Confident, TokenRule):
     """CM-ASD's adaptive verification: Spec-Verification with a threshold per token.
 
     ``tau_t = tau_base + gamma * C_t`` with the drafter's confidence C_t
@@ -87,20 +85,6 @@ class CMASDVerification(TokenRule):
     weights: Sequence[float] = parameter(EQUAL_WEIGHTS, shares)
     entropy_sign: EntropySign = parameter("intended", one_of, get_args(EntropySign))
     vocab_size: int | None = parameter(None, whole, 2)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # A component of weight 0 is never read, so that its signal need not be there.
-        vars(self)["reads"] = confidence_reads(self.weights)
-
-    def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
-        """Take the run's vocabulary size where none was given."""
-        self.vocab_size = known_vocabulary(self.vocab_size, vocab_size, type(self).__name__)
-
-    @cached_property
-    def _confidence(self) -> CMASDConfidence:
-        size = known_vocabulary(self.vocab_size, None, type(self).__name__)
-        return CMASDConfidence.of(size, self.beta, self.weights, self.entropy_sign)
 
     def threshold(self, token: Any) -> Any:
         """Return tau_t, in nats, of a drafted token, or of many whose signals are arrays."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from policies.core import Load
-from policies.guard import Guarded, UndeclaredSignal, guarded
+from policies.guard import Guarded, PolicyError, guarded
 from policies.rules.base import VerifyRule
 from profiler.models.runner import Runner
 from profiler.models.sampling import (
@@ -463,5 +463,5 @@ def judge_again(rule: VerifyRule, shown: Shown) -> None:
 def _accepted(rule: VerifyRule, draft: Sequence[Any], scores: Sequence[Any]) -> int:
     try:
         return rule.accept([Guarded(token, rule.reads) for token in draft], scores)
-    except UndeclaredSignal as error:
+    except PolicyError as error:
         raise error.by(rule) from None

@@ -202,7 +202,7 @@ class Session:
         records of the requests that it still knows, with their ``prompt_token_ids``,
         ``output_token_ids`` and ``sampling_params.max_tokens``.
 
-        Raises UndeclaredSignal if the policy reads a signal that it does not declare.
+        Raises PolicyError if the policy reads a signal that it does not declare.
         """
         for name in [n for n in self._streams if n not in requests]:
             self._leave(name)

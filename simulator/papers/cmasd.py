@@ -49,19 +49,19 @@ def cmasd_rows(ours: Ours) -> list[Row]:
             adaptive = method_outcome(replace(ours, runs=()), methods.CMASD_ABLATION[rival])
         return comparison(adaptive, fixed)
 
-    shown: list[tuple[MethodOutcome, str, str, str, bool]] = []
+    shown: list[tuple[MethodOutcome, str, str, str]] = []
     for name, label in CMASD_ROWS.items():
         if name not in WINDOWS:
-            shown.append((found[name], name, label, "", True))
+            shown.append((found[name], name, label, ""))
             continue
         chosen, rival = methods.CMASD_ABLATION[name], WINDOWS[name]
         tau = methods.resolved(chosen, ours.trace).rule.rpartition("=")[2]
         said = f"tau = {tau}, the mean of tau_t; {compared(rival, found[name])}"
-        shown.append((found[name], name, label, said, True))
+        shown.append((found[name], name, label, said))
         for value, why in methods.FIXED_TAUS.items():
             at = method_outcome(ours, at_tau(chosen, value))
             said = f"tau = {value:g}, {why}; {compared(rival, at)}"
-            shown.append((at, name, f"{label}, tau = {value:g}", said, False))
+            shown.append((at, name, f"{label}, tau = {value:g}", said))
     marks = degenerate([outcome.log for outcome, *_ in shown])
     return [
         row._replace(mark=mark)
@@ -90,7 +90,7 @@ def comparison(adaptive: MethodOutcome, fixed: MethodOutcome) -> str:
     return f"{text}: neither is better in both"
 
 
-def _rows(found: MethodOutcome, name: str, label: str, said: str, published: bool) -> list[Row]:
+def _rows(found: MethodOutcome, name: str, label: str, said: str) -> list[Row]:
     drafted = found.log.source != "none" and bool(found.log.rounds["drafted"].any())
     values: dict[str, tuple[float | None, str]] = {
         "Tok": (1.0, "plain decoding drafts nothing: the table's 1 is the token that every step "
@@ -107,21 +107,16 @@ def _rows(found: MethodOutcome, name: str, label: str, said: str, published: boo
             found.rollback_rate, "share of rounds of which drafts were thrown away; the paper's "
             "text alone speaks of it",
         )  # fmt: skip
-    rows = []
-    for column, (value, more) in values.items():
-        known = published and column in CMASD_3.columns
-        printed = CMASD_3.value(label, column) if known else None
-        if value is None and printed is None:
-            continue
-        text = _join(found.how, more)
-        rows.append(experiment(CMASD_3.name, label, column, value, text, printed))
+    rows = [
+        experiment(CMASD_3.name, label, column, value, _join(found.how, more))
+        for column, (value, more) in values.items()
+    ]
+    rows = [row for row in rows if row.ours is not None or row.published is not None]
     if drafted and found.quality is not None:
-        printed = None
-        if name == FULL and published:
-            label, printed = "CM-ASD", CMASD_5.value("CM-ASD", "relative BLEU")
+        label = "CM-ASD" if name == FULL else label
         note = _join(found.how, quality_note(found.quality), said)
         bleu = found.quality.relative_bleu
-        rows.append(experiment(CMASD_5.name, label, "relative BLEU", bleu, note, printed))
+        rows.append(experiment(CMASD_5.name, label, "relative BLEU", bleu, note))
     return rows
 
 

@@ -30,6 +30,8 @@ CSD_ROWS = {
     "csd-specdecode": "SpecDecode (baseline)", "csd-ocm": "SD + OCM only",
     "csd-scg": "SD + SCG only", "csd": "CSD (OCM + SCG)", "lossy-sd": "Lossy SD (global tau)",
 }  # fmt: skip
+IN_MAIN = {CSD_ROWS["csd"]: "CSD", CSD_ROWS["csd-specdecode"]: "SpecDecode"}
+"""Columns of the main results, by row of the ablation."""
 CALIBRATED = ("csd-ocm", "csd-scg", "csd")
 """The variants that have a threshold to calibrate."""
 TRAINING_SHARE = 0.5
@@ -66,7 +68,7 @@ def csd_rows(ours: Ours) -> list[Row]:
         rule = csd_rule(chosen)
         found[name] = _outcome(ours, chosen, rule, shown, memory)
         notes[name] = f"{said} {CSD_LAMBDA}" if rule != chosen.rule else ""
-    rows = _rows(found, CSD_ROWS, notes, found["csd-specdecode"], published=True)
+    rows = _rows(found, CSD_ROWS, notes, found["csd-specdecode"])
     again, notes = {}, {}
     for name in CALIBRATED:
         chosen = CSD_METHODS[name]
@@ -79,7 +81,7 @@ def csd_rows(ours: Ours) -> list[Row]:
     for name in notes:
         notes[name] += compared(again)
     labels = {name: f"{CSD_ROWS[name]}, calibrated" for name in CALIBRATED}
-    rows += _rows(again, labels, notes, found["csd-specdecode"], published=False)
+    rows += _rows(again, labels, notes, found["csd-specdecode"])
     rescues = replay(shown, window, Rescues(threshold=lam, tau=tau, memory=memory)).rule
     assert isinstance(rescues, Rescues)
     return [
@@ -105,20 +107,16 @@ def _outcome(
 
 def _rows(
     found: Mapping[str, MethodOutcome], labels: Mapping[str, str], notes: Mapping[str, str],
-    base: MethodOutcome, published: bool,
+    base: MethodOutcome,
 ) -> list[Row]:  # fmt: skip
     marks = degenerate([one.log for one in found.values()])
     rows: list[Row] = []
     for (name, mine), mark in zip(found.items(), marks, strict=True):
         label = labels[name]
-        known = published and label in CSD_ABLATION.cells
-        main = {"csd": "CSD", "csd-specdecode": "SpecDecode"}.get(name) if published else None
+        main = IN_MAIN.get(label)
         stood, seen, rounds = accepted_mismatches(mine.log), mine.quality, mine.log.rounds
         values: dict[str, tuple[float | None, float | None]] = {
-            "MATH500_AR": (
-                CSD_ABLATION.value(label, "MATH500_AR") if known else None,
-                100 * float(rounds["accepted"].sum() / rounds["drafted"].sum()),
-            ),
+            "MATH500_AR": (None, 100 * float(rounds["accepted"].sum() / rounds["drafted"].sum())),
             "speedup": (CSD_MAIN.value(MAIN, main) if main else None, mine.speedup),
             "gain over SpecDecode, percent": (
                 CSD_GAINS[MAIN] if main == "CSD" else None,
@@ -127,7 +125,7 @@ def _rows(
             "mismatches accepted, percent": (None, None if stood is None else 100 * stood),
             "token agreement": (None, seen.agreement if seen else None),
             "MATH500_Acc": (
-                CSD_ABLATION.value(label, "MATH500_Acc") if known else None,
+                None,
                 100 * seen.solved / seen.scored if seen and seen.scored else None,
             ),
         }
@@ -226,7 +224,7 @@ def pattern_rows(whole: Rejections, frequent: set[Pair], rescued: Sequence[Pair]
     share = 100 * float(np.mean([pair in top for pair in whole.pairs]))
     table, [column], [label] = CSD_PATTERNS.name, CSD_PATTERNS.columns, CSD_PATTERNS.cells
     note = f"{len(whole.pairs)} rejections of {len(set(whole.pairs))} patterns, over all prompts"
-    first = experiment(table, label, column, share, note, CSD_PATTERNS.value(label, column))
+    first = experiment(table, label, column, share, note)
     column = "rescues, percent"
     if not rescued:
         never = "never fires on this pair"

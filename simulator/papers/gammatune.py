@@ -53,7 +53,6 @@ def _table_2(seconds: GammaSeconds, gammas: Sequence[int]) -> list[Row]:
         experiment(
             GAMMATUNE_2.name, name, of_paper, dict(frame[column])[name],
             f"over {len(gammas)} initial gammas; {plain[name]:.2f}x no speculation",
-            GAMMATUNE_2.value(name, of_paper),
         )
         for name in GAMMATUNE_2.cells
         for column, of_paper in (("mean", "average_mean"), ("sd", "average_sd"))

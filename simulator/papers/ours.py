@@ -10,7 +10,7 @@ from policies.core import DraftPolicy
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from simulator.pricing import Priced, autoregressive, price
-from simulator.published import PaperTable
+from simulator.published import TABLES, PaperTable
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -60,7 +60,13 @@ def experiment(
     table: str, row: str, column: str, ours: float | None, note: str = "",
     published: float | None = None, mark: str = "",
 ) -> Row:  # fmt: skip
-    """Return a cell of the papers' experiment on our pair; some have no published number."""
+    """Return a cell of the papers' experiment on our pair.
+
+    Without `published` the number is that of the paper's table, if it has such a cell.
+    """
+    paper = TABLES.get(table)
+    if published is None and paper is not None and row in paper.cells and column in paper.columns:
+        published = paper.value(row, column)
     return Row(table, row, column, published, ours, EXPERIMENT, note, mark)
 
 
@@ -79,8 +85,6 @@ class Ours:
     """Early exits and the like."""
     sampled: Sequence[tuple[Trace, Recordings]] = ()
     """Sampled outputs of the pair and their early exits, at most one of each `Sampling`."""
-    profile: str = "draftsim profile"
-    """The command that records the same pair on the same prompts, as far as is known."""
     _plain: dict[tuple[Any, ...], Priced] = field(default_factory=dict, init=False)
 
     def plain(self, log: RoundLog) -> Priced:
@@ -90,9 +94,15 @@ class Ours:
             self._plain[key] = price(autoregressive(log), self.latency)
         return self._plain[key]
 
-    def speedup(self, log: RoundLog) -> float:
-        """Decode seconds of plain decoding over those of `log`."""
-        return float(self.plain(log).total_s / price(log, self.latency).total_s)
+    def ran(self, log: RoundLog, how: str = "", quality: Quality | None = None) -> MethodOutcome:
+        """Return the run of a method with these rounds; ``how`` they were got, by default replayed.
+
+        Raises DraftsimError if a part of a round was not timed.
+        """
+        priced, how = price(log, self.latency), how or f"replayed: {log.fidelity}"
+        if priced.left_out:
+            how += "; judging time not included: these latencies were measured without it"
+        return MethodOutcome(priced, self.plain(log).total_s, how, quality)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,15 +162,9 @@ def outcome(
     lossy = rule is not None and not rule.lossless
     run = find_run(ours.runs, policy, rule, trace) if rule is not None and lossy else None
     if run is not None:
-        log, how = run.log, REAL
-    else:
-        [log] = replay_many(trace, [(describe(policy), policy)], rule=rule)
-        how = REPLAYED if lossy else f"replayed: {log.fidelity}"
-    priced = price(log, ours.latency)
-    if priced.left_out:
-        how += "; judging time not included: these latencies were measured without it"
-    found = None if run is None else quality(run.outputs, ours.trace)
-    return MethodOutcome(priced, ours.plain(log).total_s, how, found)
+        return ours.ran(run.log, REAL, quality(run.outputs, ours.trace))
+    [log] = replay_many(trace, [(describe(policy), policy)], rule=rule)
+    return ours.ran(log, REPLAYED if lossy else "")
 
 
 def method_outcome(

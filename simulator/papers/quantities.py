@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from simulator.formulas import gammatune, specbound
@@ -34,17 +36,22 @@ PAIRS = {
 """GammaTune's pairs, target first."""
 
 
+Cell = tuple[str, str, str, float | None, float, str]
+"""Table, row, column, the published number and the computed one, and a note."""
+
+
 def quantity_rows() -> list[Row]:
     """Return every row of the kind ``same quantity``."""
-    return [
-        *specbound_cells(), *specbound_fits(), *specbound_overall(), *specbound_ratios(),
-        *gammatune_costs(), *gammatune_means(), *cmasd_speed(), *csd_gains(),
-    ]  # fmt: skip
+    parts = (
+        specbound_cells, specbound_fits, specbound_overall, specbound_ratios, gammatune_costs,
+        gammatune_means, cmasd_speed, csd_gains,
+    )  # fmt: skip
+    return [Row(*cell[:5], QUANTITY, cell[5]) for part in parts for cell in part()]
 
 
-def specbound_cells() -> list[Row]:
-    """Return the 24 SD cells by eq. 5 with one fitted depth fraction per model and gamma = CR."""
-    rows, inside = [], 0
+def specbound_cells() -> Iterator[Cell]:
+    """Yield the 24 SD cells by eq. 5 with one fitted depth fraction per model and gamma = CR."""
+    cells = inside = 0
     for model in MODELS:
         line = SPECBOUND_1[model, "SpecBound"]
         fit = _fit([model], wasted=0.0, outlier=False)
@@ -52,54 +59,47 @@ def specbound_cells() -> list[Row]:
         for task, published, value in zip(TASKS, line.speedup, ours.tolist(), strict=True):
             residual = value / published - 1
             good = abs(residual) <= PASS_BAND
-            inside += good
+            cells, inside = cells + 1, inside + good
             note = (
                 f"eq. 5, gamma = CR, depth fraction {fit.depth:.3f}: residual {residual:+.1%}, "
                 f"{'within' if good else 'outside'} {PASS_BAND:.0%}"
             )
-            label, column = f"{model} SpecBound", f"{task} SD"
-            rows.append(Row(SPECBOUND, label, column, published, value, QUANTITY, note))
-    share = Row(
-        SPECBOUND, "SpecBound, all models", f"cells within {PASS_BAND:.0%} of eq. 5", None,
-        float(inside), QUANTITY, f"of {len(rows)}",
-    )  # fmt: skip
-    return [*rows, share]
+            yield SPECBOUND, f"{model} SpecBound", f"{task} SD", published, value, note
+    column = f"cells within {PASS_BAND:.0%} of eq. 5"
+    yield SPECBOUND, "SpecBound, all models", column, None, float(inside), f"of {cells}"
 
 
-def specbound_fits() -> list[Row]:
-    """Return depth fractions that eq. 5 needs, for no or one wasted position."""
+def specbound_fits() -> Iterator[Cell]:
+    """Yield depth fractions that eq. 5 needs, for no or one wasted position."""
     fits = [
         (wasted, label, name, models, False)
         for wasted, label in ((0.0, "gamma = CR"), (1.0, "gamma = CR + 1"))
         for name, models in (*((m, [m]) for m in MODELS), ("all models", MODELS))
     ]
     fits.append((0.0, "gamma = CR, all 24", "all models", MODELS, True))
-    rows = []
     for wasted, label, name, models, outlier in fits:
         fit = _fit(models, wasted, outlier)
         said = ", without the RAG outlier" if OUTLIER[0] in models else ""
         if outlier:
             said = ": one depth for all models does not reproduce the table"
         note = f"RMSE {fit.rmse:.3f}, mean error {fit.mape:.1%}, R2 {fit.r_squared:.2f}{said}"
-        column = f"depth fraction, {label}"
-        rows.append(Row(SPECBOUND, f"{name} SpecBound", column, None, fit.depth, QUANTITY, note))
-    return rows
+        yield SPECBOUND, f"{name} SpecBound", f"depth fraction, {label}", None, fit.depth, note
 
 
-def specbound_overall() -> list[Row]:
-    """Return the overall column as the plain mean of the six tasks."""
-    return [
-        Row(
-            SPECBOUND, f"{model} {name}", "Overall SD", line.overall, float(np.mean(line.speedup)),
-            QUANTITY, "mean of the six tasks",
-        )
-        for (model, name), line in SPECBOUND_1.items()
-    ]  # fmt: skip
+def specbound_overall() -> Iterator[Cell]:
+    """Yield the overall column as the plain mean of the six tasks, of Tables 1, 2 and 4."""
+    for (model, name), line in SPECBOUND_1.items():
+        label, mean = f"{model} {name}", float(np.mean(line.speedup))
+        yield SPECBOUND, label, "Overall SD", line.overall, mean, "mean of the six tasks"
+    for table in (SPECBOUND_2, SPECBOUND_4):
+        for name, values in table.cells.items():
+            *tasks, overall = (v for v in values if v is not None)
+            mean, column = float(np.mean(tasks)), "Overall (of its tasks)"  # not our experiments
+            yield table.name, name, column, overall, mean, "mean of the six tasks"
 
 
-def specbound_ratios() -> list[Row]:
-    """Return the table 3's improvements from its own columns, and the means of Tables 2 and 4."""
-    rows = []
+def specbound_ratios() -> Iterator[Cell]:
+    """Yield the table 3's improvements from its own columns."""
     for name, inverse in (
         ("Per-token latency (ms)", True), ("Throughput (tokens/s)", False),
         ("End-to-End Latency (s)", True),
@@ -107,85 +107,62 @@ def specbound_ratios() -> list[Row]:
         plain, ours = (SPECBOUND_3.number(name, c) for c in ("AR_base", "SpecBound"))
         ratio = plain / ours if inverse else ours / plain
         given = SPECBOUND_3.value(name, "improvement")
-        rows.append(
-            Row(SPECBOUND_3.name, name, "improvement", given, ratio, QUANTITY, "ratio of columns")
-        )
-    for table in (SPECBOUND_2, SPECBOUND_4):
-        for name, values in table.cells.items():
-            *tasks, overall = (v for v in values if v is not None)
-            mean, column = float(np.mean(tasks)), "Overall (of its tasks)"  # not our experiments
-            note = "mean of the six tasks"
-            rows.append(Row(table.name, name, column, overall, mean, QUANTITY, note))
-    return rows
+        yield SPECBOUND_3.name, name, "improvement", given, ratio, "ratio of columns"
 
 
-def gammatune_costs() -> list[Row]:
-    """Return cost ratio, break-even and limit of the speedup by eq. 6 from Table 1's latencies."""
-    rows = []
+def gammatune_costs() -> Iterator[Cell]:
+    """Yield cost ratio, break-even and limit of the speedup by eq. 6 from Table 1's latencies."""
     for name, (target, draft) in PAIRS.items():
         times = (GAMMATUNE_1.number(m, "ms per token") for m in (target, draft))
         ratio = gammatune.cost_ratio(*times)
         even, most = gammatune.break_even_proportion(ratio), gammatune.speedup(1.0, 5, ratio)
-        rows += [
-            Row(GAMMATUNE_1.name, name, column, None, value, QUANTITY, note)
-            for column, value, note in (
-                ("c = T_target / T_draft", ratio, "the text says typically 4 to 10"),
-                ("break-even acceptance rate (eq. 6)", even, ""),
-                ("largest speedup at gamma = 5 (eq. 6)", most, "every draft accepted"),
-            )
-        ]
-    return rows
+        for column, value, note in (
+            ("c = T_target / T_draft", ratio, "the text says typically 4 to 10"),
+            ("break-even acceptance rate (eq. 6)", even, ""),
+            ("largest speedup at gamma = 5 (eq. 6)", most, "every draft accepted"),
+        ):
+            yield GAMMATUNE_1.name, name, column, None, value, note
 
 
-def gammatune_means() -> list[Row]:
-    """Return Table 2's averages from its pairs: means, and root mean squares of the sds."""
-    rows = []
+def gammatune_means() -> Iterator[Cell]:
+    """Yield Table 2's averages from its pairs: means, and root mean squares of the sds."""
     for method, values in GAMMATUNE_2.cells.items():
-        numbers = np.array(values, dtype=float)
-        pairs = numbers[:-2].reshape(-1, 2)
-        rows += [
-            Row(
-                GAMMATUNE_2.name, method, "average_mean (of its pairs)", float(numbers[-2]),
-                float(pairs[:, 0].mean()), QUANTITY, "mean of the four pairs",
-            ),
-            Row(
-                GAMMATUNE_2.name, method, "average_sd (of its pairs)", float(numbers[-1]),
-                float(np.sqrt((pairs[:, 1] ** 2).mean())), QUANTITY,
-                f"root mean square of the four; their mean is {pairs[:, 1].mean():.3f}",
-            ),
-        ]  # fmt: skip
-    return rows
+        *each, mean, sd = map(float, np.array(values, dtype=float))
+        means, sds = np.array(each[::2]), np.array(each[1::2])
+        rms = float(np.sqrt((sds**2).mean()))
+        for column, published, ours, note in (
+            ("average_mean (of its pairs)", mean, float(means.mean()), "mean of the four pairs"),
+            ("average_sd (of its pairs)", sd, rms,
+             f"root mean square of the four; their mean is {sds.mean():.3f}"),
+        ):  # fmt: skip
+            yield GAMMATUNE_2.name, method, column, published, ours, note
 
 
-def cmasd_speed() -> list[Row]:
-    """Return Table III's speed from its accepted tokens, at one cost per round for all variants."""
+def cmasd_speed() -> Iterator[Cell]:
+    """Yield Table III's speed from its accepted tokens, at one cost per round for all variants."""
     variants = [row for row in CMASD_3.cells if CMASD_3.value(row, "td_ms") is not None]
     tokens, speed = (
         np.array([CMASD_3.number(v, c) for v in variants]) for c in ("Tok", "Speed")
     )  # fmt: skip
     # Least squares of speed = tokens / cost over the variants, in cost's inverse.
     per_token = float((tokens @ speed) / (tokens @ tokens))
-    return [
-        Row(
-            CMASD_3.name, variant, "Speed (from Tok)", float(s), float(t * per_token), QUANTITY,
+    for variant, t, s in zip(variants, tokens.tolist(), speed.tolist(), strict=True):
+        note = (
             f"Tok at {1 / per_token:.2f} beam-5 steps a round, the best constant; printed "
-            f"Speed / Tok is {s / t:.2f}",
+            f"Speed / Tok is {s / t:.2f}"
         )
-        for variant, t, s in zip(variants, tokens, speed, strict=True)
-    ]  # fmt: skip
+        yield CMASD_3.name, variant, "Speed (from Tok)", s, t * per_token, note
 
 
-def csd_gains() -> list[Row]:
-    """Return CSD's gains over its baselines."""
-    rows = []
+def csd_gains() -> Iterator[Cell]:
+    """Yield CSD's gains over its baselines."""
     for name, given in CSD_GAINS.items():
         ours, base, plain = (CSD_MAIN.number(name, c) for c in ("CSD", "SpecDecode", "Vanilla"))
         if name.endswith("Speedup"):
             gain, note = 100 * (ours / base - 1), "percent over SpecDecode"
         else:
             gain, note = ours - plain, f"points over Vanilla; {ours - base:+.1f} over SpecDecode"
-        rows.append(Row(CSD_MAIN.name, name, "gain", given, gain, QUANTITY, note))
-    return rows
+        yield CSD_MAIN.name, name, "gain", given, gain, note
 
 
 def _fit(models: list[str], wasted: float, outlier: bool) -> specbound.DepthFit:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
-from simulator.papers.ours import Ours, Row, experiment
+from simulator.papers.ours import MethodOutcome, Ours, Row, experiment
 from simulator.papers.quantities import SPECBOUND
-from simulator.pricing import Priced, price
+from simulator.pricing import Priced
 from simulator.published import SPECBOUND_1, SPECBOUND_2, SPECBOUND_3, SPECBOUND_5
 from simulator.summary import degenerate, prompt_speedups, speedup_distribution
 from traces.acceptance.sampling import GREEDY, Sampling
@@ -68,14 +69,13 @@ def system_rows(ours: Ours) -> list[Row]:
     for (name, log), mark in zip(logs.items(), degenerate(list(logs.values())), strict=True):
         chosen = METHODS[name]
         note = f"{chosen.source} under {chosen.policy}; replayed: {log.fidelity}"
-        rate = float(log.rounds["emitted"].mean())
-        rows.append(experiment(SPECBOUND, _label(name), "CR", rate, note, mark=mark))
         try:
-            speed = ours.speedup(log)
+            rows += _pair(SPECBOUND, _label(name), ours.ran(log, note), mark=mark)
         except DraftsimError as error:
+            rate = float(log.rounds["emitted"].mean())
+            rows.append(experiment(SPECBOUND, _label(name), "CR", rate, note, mark=mark))
             rows.append(experiment(SPECBOUND, _label(name), "SD", None, str(error)))
             continue
-        rows.append(experiment(SPECBOUND, _label(name), "SD", speed, note, mark=mark))
         if name in PAPERS_SYSTEMS:
             rows += _by_category(log, ours, name, note, mark)
     return rows
@@ -86,18 +86,15 @@ def _label(name: str) -> str:
 
 
 def _by_category(log: RoundLog, ours: Ours, name: str, note: str, mark: str) -> list[Row]:
-    speedups = prompt_speedups(log, ours.latency)
-    emitted = log.per_request(log.rounds["emitted"])
-    rounds = log.per_request([1] * len(log))
-    names = [r.category for r in log.requests]
+    prompts = pd.DataFrame({
+        "category": [r.category for r in log.requests],
+        "emitted": log.per_request(log.rounds["emitted"]),
+        "rounds": log.per_request([1] * len(log)), "speedup": prompt_speedups(log, ours.latency),
+    })  # fmt: skip
     rows = []
-    for category in dict.fromkeys(names):
-        mine = [i for i, n in enumerate(names) if n == category and rounds[i]]
-        if not mine:
-            continue
-        rate = float(emitted[mine].sum() / rounds[mine].sum())
-        label = f"{_label(name)}, {category}"
-        mean = float(speedups[mine].mean())
+    for category, mine in prompts[prompts["rounds"] > 0].groupby("category", sort=False):
+        rate = float(mine["emitted"].sum() / mine["rounds"].sum())
+        label, mean = f"{_label(name)}, {category}", float(mine["speedup"].mean())
         rows += [
             experiment(SPECBOUND, label, "CR", rate, note, mark=mark),
             experiment(SPECBOUND, label, "SD (mean of prompts)", mean, note, mark=mark),
@@ -188,13 +185,6 @@ def choices(ours: Ours) -> dict[str, tuple[float, ...]]:
     return {**CHOICES, "omega": tuple(EarlyExit().recording(ours.recordings).omegas)}
 
 
-class Replayed(NamedTuple):
-    """A setting's rounds, and how much faster than plain decoding they are."""
-
-    log: RoundLog
-    speedup: float
-
-
 @dataclass
 class SettingReplays:
     """SpecBound's settings replayed on some of the requests, each once.
@@ -205,16 +195,16 @@ class SettingReplays:
 
     ours: Ours
     requests: Sequence[int]
-    found: dict[Setting, Replayed] = field(default_factory=dict)
+    found: dict[Setting, MethodOutcome] = field(default_factory=dict)
 
-    def run(self, setting: Setting) -> Replayed:
+    def run(self, setting: Setting) -> MethodOutcome:
         """Return rounds and speedup; raises what `traces.sources.replay.replay_source` raises."""
         if setting not in self.found:
             try:
                 log = self._replay(setting, EarlyExit)
             except TailError:
                 log = self._replay(setting, StandInExit)
-            self.found[setting] = Replayed(log, self.ours.speedup(log))
+            self.found[setting] = self.ours.ran(log)
         return self.found[setting]
 
     def _replay(self, setting: Setting, kind: type[EarlyExit]) -> RoundLog:
@@ -286,13 +276,12 @@ def early_exit_rows(ours: Ours) -> list[Row]:
     best = search(fitting)
     said = f"{best.text}: the best of {len(fitting.found)} settings tried on {len(fit)} others"
     found = replays.run(best)
-    log = found.log
     gain = 100 * (found.speedup / replays.run(START).speedup - 1)
     note = f"{said}; {gain:+.1f}% over {START.text}"
     return [
         *_pair(SPECBOUND, f"our pair, {FULL}", found, note), *ablation_rows(best, replays, said),
-        *sweep_rows(best, replays), *serving_rows(log, ours, said),
-        *distribution_rows(log, ours, said),
+        *sweep_rows(best, replays), *serving_rows(found, ours, said),
+        *distribution_rows(found.log, ours, said),
     ]  # fmt: skip
 
 
@@ -342,13 +331,12 @@ def sweep_rows(best: Setting, replays: SettingReplays) -> list[Row]:
     return rows
 
 
-def _pair(table: str, label: str, found: Replayed, note: str, mark: str = "") -> list[Row]:
-    rate = float(found.log.rounds["emitted"].mean())
-    note = f"{note}; replayed: {found.log.fidelity}"
-    return [
-        experiment(table, label, "CR", rate, note, mark=mark),
-        experiment(table, label, "SD", found.speedup, note, mark=mark),
-    ]
+def _pair(
+    table: str, label: str, found: MethodOutcome, note: str = "", mark: str = ""
+) -> list[Row]:  # fmt: skip
+    note = f"{note}; {found.how}" if note else found.how
+    values = {"CR": found.tokens_per_round, "SD": found.speedup}
+    return [experiment(table, label, name, v, note, mark=mark) for name, v in values.items()]
 
 
 def sampling_rows(ours: Ours) -> list[Row]:
@@ -360,12 +348,9 @@ def sampling_rows(ours: Ours) -> list[Row]:
     if EarlyExit.name not in ours.recordings:
         return []
     return [
-        experiment(
-            SPECBOUND_2.name, row, "Overall", *_sampled(ours, sampling),
-            SPECBOUND_2.value(row, "Overall"),
-        )
+        experiment(SPECBOUND_2.name, row, "Overall", *_sampled(ours, sampling))
         for row, sampling in TABLE_2.items()
-    ]  # fmt: skip
+    ]
 
 
 def _sampled(ours: Ours, sampling: Sampling) -> tuple[float | None, str]:
@@ -374,17 +359,17 @@ def _sampled(ours: Ours, sampling: Sampling) -> tuple[float | None, str]:
     held = {one[0].sampling: one for one in (*reversed(ours.sampled), own)}
     if sampling not in held:
         return None, (
-            f"no early exits were recorded along outputs sampled at {sampling.label}: "
-            f"`{ours.profile} --exit-layers {sampling.options}` records them, and --sampled RUN "
-            "names them"
+            f"no early exits were recorded along outputs sampled at {sampling.label}: profile the "
+            f"same pair and prompts with --exit-layers {sampling.options}, and name the run with "
+            "--sampled RUN"
         )
     try:
         log = replayed(*held[sampling], "specbound")
     except DraftsimError as error:
         return None, str(error)
-    rate = float(log.rounds["emitted"].mean())
-    note = f"{SYSTEMS['specbound'].source}; replayed: {log.fidelity}; CR {rate:.2f}"
-    return ours.speedup(log), note
+    found = ours.ran(log)
+    note = f"{SYSTEMS['specbound'].source}; {found.how}; CR {found.tokens_per_round:.2f}"
+    return found.speedup, note
 
 
 def distribution_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
@@ -405,7 +390,6 @@ def distribution_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
         experiment(
             SPECBOUND_5.name, label, "percent", 100 * float(share),
             f"{low:.2f}x to {high:.2f}x; {below:.0%} of prompts below 1x; {note}",
-            SPECBOUND_5.value(label, "percent"),
         )
         for label, low, high, share in ranges
     ]  # fmt: skip
@@ -414,16 +398,15 @@ def distribution_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
 TTFT, PER_TOKEN, THROUGHPUT, END_TO_END = SPECBOUND_3.cells
 
 
-def serving_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
+def serving_rows(found: MethodOutcome, ours: Ours, note: str) -> list[Row]:
     """Return both columns of Table 3 from the prices of plain decoding and of SpecBound's rounds.
 
     Per-token latency is decoding's seconds over its tokens, throughput all tokens over all
     seconds, prompts included: the paper's three speedups differ for such reasons.
     """
-    plain, fast = ours.plain(log), price(log, ours.latency)
     prompts = ours.latency.has("target", "prefill")
     rows = []
-    columns = [_column(run, prompts) for run in (plain, fast)]
+    columns = [_column(run, prompts) for run in (ours.plain(found.log), found.priced)]
     for name in SPECBOUND_3.cells:
         said = note
         if not prompts:
@@ -432,8 +415,7 @@ def serving_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
             said = f"the prompt is read alike: no draft model reads it; {note}"
         values = [column[name] for column in columns]
         for label, value in zip(SPECBOUND_3.columns, values, strict=False):
-            published = SPECBOUND_3.value(name, label)
-            rows.append(experiment(SPECBOUND_3.name, name, label, value, said, published))
+            rows.append(experiment(SPECBOUND_3.name, name, label, value, said))
         before, after = values
         if before and after:
             gain = after / before if name == THROUGHPUT else before / after

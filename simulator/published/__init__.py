@@ -78,24 +78,16 @@ class PublishedStudy(NamedTuple):
     """Libraries whose kernels read a weight format, where these are not the engine's own."""
 
 
-class Length(NamedTuple):
-    """A run at one draft length."""
-
-    tokens_per_s: float
-    emitted: float
-    """Tokens a verification, the target's own included."""
-    cycle: float
-    """Time of a round over one plain decoding step."""
-    gains: tuple[float, ...]
-    """Speedup by class of `CLASSES`, percent."""
-
-
 class EngineRun(NamedTuple):
     """A run of an engine at one draft length and load."""
 
     tokens_per_s: float
-    emitted: float | None
-    """Tokens a round; None if it was not said."""
+    emitted: float
+    """Tokens a verification, the target's own included; NaN if it was not said."""
+    cycle: float = math.nan
+    """Time of a round over one plain decoding step."""
+    gains: tuple[float, ...] = ()
+    """Speedup by class of `CLASSES`, percent."""
 
 
 def published_rows(name: str) -> Iterator[dict[str, str]]:
@@ -150,10 +142,10 @@ def _studies() -> tuple[PublishedStudy, ...]:
     )  # fmt: skip
 
 
-def _ladders() -> dict[str, dict[int, Length]]:
-    found: dict[str, dict[int, Length]] = {}
+def _ladders() -> dict[str, dict[int, EngineRun]]:
+    found: dict[str, dict[int, EngineRun]] = {}
     for row in published_rows("ladders"):
-        found.setdefault(row["drafter"], {})[int(row["draft_length"])] = Length(
+        found.setdefault(row["drafter"], {})[int(row["draft_length"])] = EngineRun(
             float(row["tokens_per_s"]), float(row["emitted"]), float(row["cycle"]),
             tuple(float(row[name]) for name in CLASSES),
         )  # fmt: skip
@@ -163,9 +155,8 @@ def _ladders() -> dict[str, dict[int, Length]]:
 def _engines() -> dict[str, dict[int, dict[int, EngineRun]]]:
     found: dict[str, dict[int, dict[int, EngineRun]]] = {}
     for row in published_rows("engines"):
-        emitted = float(row["emitted"]) if row["emitted"] else None
         loads = found.setdefault(row["study"], {})
-        run = EngineRun(float(row["tokens_per_s"]), emitted)
+        run = EngineRun(float(row["tokens_per_s"]), float(row["emitted"] or math.nan))
         loads.setdefault(int(row["load"]), {})[int(row["draft_length"])] = run
     return found
 

@@ -16,7 +16,7 @@ import simpy
 
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy, Round, caught_up
-from policies.guard import UndeclaredSignal
+from policies.guard import PolicyError
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
@@ -64,7 +64,7 @@ def simulate(
 
     Raises
     ------
-    SignalError, TailError, UndeclaredSignal
+    SignalError, TailError, PolicyError
         If the trace lacks what the policy reads, or the policy does not declare it.
     DraftsimError
         If mode and policy do not fit, or the latency table lacks a model that must run.
@@ -193,7 +193,7 @@ def served_by(
             served = _by_events(serving, timeline, jobs, replicas, marks)
         else:
             served = CompiledRun(serving, jobs, replicas, marks).run()
-    except UndeclaredSignal as error:
+    except PolicyError as error:
         raise error.by(serving.policy) from None
     recorders = served.recorders
     recorder = recorders[0] if len(recorders) == 1 else joined_recorders(recorders)

@@ -14,7 +14,7 @@ import numpy as np
 
 from policies.arrays import Ints
 from policies.core import DraftPolicy, Load, Round, speculate
-from policies.guard import UndeclaredSignal
+from policies.guard import PolicyError
 from policies.rules.base import VerifyRule
 from policies.together import Member, Together
 from policies.wrapper import unwrapped
@@ -112,7 +112,7 @@ class ServedSequence(ReplayDecoder):
             scores = self._scores.rows(row, count)
             try:
                 return self._rule.accept(self._read.rows(row, count), scores)
-            except UndeclaredSignal as error:
+            except PolicyError as error:
                 raise error.by(self._rule) from None
         start = self._start + self.position
         run = self._runs[start]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from reprlib import repr as shown
 
 from traces.acceptance.trace import MOST_TOKENS
 from traces.errors import FileError
@@ -22,12 +21,12 @@ from traces.importers.rows import (
     LoggedTurn,
     baseline_of,
     check_once,
-    choices_of,
     only_file,
     read_json_rows,
+    turns_of,
 )
 from traces.importers.totals import Totals
-from traces.store.text import is_seconds, label
+from traces.store.text import label
 
 
 class EagleLog(Importer):
@@ -82,24 +81,9 @@ def read_turns(file: Path) -> list[LoggedTurn]:
     turns = []
     for where, row in read_json_rows(file):
         question = label(where, "question_id", row.get("question_id"), NO_NAME)
-        choice = next(iter(choices_of(row)), {})
-        lists = [found for name in _FIELDS if isinstance(found := choice.get(name), list) and found]
-        if len(lists) < len(_FIELDS):
-            raise FileError(f"{where}: has no choices[0] with {', '.join(_FIELDS)}: expected EAGLE")
-        if len({len(values) for values in lists}) != 1:
-            raise FileError(f"{where}: its lists differ in length: use an unedited file")
-        for i, (last, tokens, wall) in enumerate(zip(*lists, strict=True), 1):
-            counts = all(type(n) is int and 0 <= n <= MOST_TOKENS for n in (last, tokens))
-            if not (counts and is_seconds(wall)):
-                raise FileError(
-                    f"{where}, turn {i}: idxs={shown(last)}, new_tokens={shown(tokens)}, "
-                    f"wall_time={shown(wall)}: expected counts, at most {MOST_TOKENS:,}, and "
-                    "seconds; use an unedited file"
-                )
+        _, *lists = turns_of(where, row, {"idxs": MOST_TOKENS, "new_tokens": MOST_TOKENS})
+        for i, (last, tokens, wall_s) in enumerate(zip(*lists, strict=True), 1):
             # ``idxs`` is the index of the last verification.
-            turns.append(LoggedTurn(where, question, i, "", last + 1, tokens, float(wall)))
+            turns.append(LoggedTurn(where, question, i, "", last + 1, tokens, wall_s))
     check_once(file, turns)
     return turns
-
-
-_FIELDS = ("idxs", "new_tokens", "wall_time")

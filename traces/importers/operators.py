@@ -94,6 +94,11 @@ class ReadFile:
         place = {"device": self.device.name, "model": self.model.name, "source": self.source}
         return rows_of(**{"tensor_parallel": shared, **place, **columns})
 
+    def timed(self, operator: str, time: str, unit: float, **columns: str) -> pd.DataFrame:
+        """Return rows of one operator: seconds of the column `time`, others by their own names."""
+        numbers = {ours: self.column(theirs) for ours, theirs in columns.items()}
+        return self.rows(operator=operator, seconds=self.column(time) * unit, **numbers)
+
 
 Place = TypeVar("Place", Device, Architecture)
 
@@ -263,19 +268,16 @@ def _named(
 
 
 def _attention(read: ReadFile) -> pd.DataFrame:
-    return read.rows(
-        operator="attention", tokens=read.column("prefill_chunk"),
-        context=read.column("kv_prefill"), batch=read.column("n_decode"),
-        batch_context=read.column("kv_decode"), seconds=read.column("time_us") * 1e-6,
+    return read.timed(
+        "attention", "time_us", 1e-6, tokens="prefill_chunk", context="kv_prefill",
+        batch="n_decode", batch_context="kv_decode",
     )  # fmt: skip
 
 
 def _skew(read: ReadFile) -> pd.DataFrame:
-    return read.rows(
-        operator="attention", tokens=read.column("pc"), context=read.column("kp"),
-        batch=read.column("n"), batch_context=read.column("kv_mean"),
-        longest=read.column("kv_big"),
-        seconds=read.column("t_skew_us") * 1e-6 / _iterations(read.file),
+    return read.timed(
+        "attention", "t_skew_us", 1e-6 / _iterations(read.file), tokens="pc", context="kp",
+        batch="n", batch_context="kv_mean", longest="kv_big",
     )  # fmt: skip
 
 
@@ -313,10 +315,7 @@ def _older_attention(read: ReadFile) -> pd.DataFrame:
 
 
 def _moe(read: ReadFile) -> pd.DataFrame:
-    return read.rows(
-        operator="moe", tokens=read.column("tokens"), experts=read.column("activated_experts"),
-        seconds=read.column("time_us") * 1e-6,
-    )  # fmt: skip
+    return read.timed("moe", "time_us", 1e-6, tokens="tokens", experts="activated_experts")
 
 
 def _step(read: ReadFile) -> pd.DataFrame:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from policies.json_text import JSONError, parse_json
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import FileError
-from traces.store.text import json_lines, read_text
+from traces.store.text import is_seconds, json_lines, read_text, wholes
 
 Row = tuple[str, dict[str, Any]]
 """File and line or entry, for error messages, and the JSON object there."""
@@ -133,6 +133,28 @@ def choices_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(choices, list):
         return []
     return [choice if isinstance(choice, dict) else {} for choice in choices]
+
+
+def turns_of(at: str, row: Mapping[str, Any], most: Mapping[str, int]) -> tuple[Any, ...]:
+    """Return the first choice of a row, and lists with a value a turn: counts, and ``wall_time``.
+
+    ``most``: how large the counts can be, by name.  Raises FileError if a list is missing, holds
+    anything else, or has another length than the others.
+    """
+    if not (choice := next(iter(choices_of(row)), {})):
+        raise FileError(f"{at}: has no choices[0]: expected the answer to a question")
+    counts = [wholes(at, name, choice.get(name), most=n) for name, n in most.items()]
+    walls = choice.get("wall_time")
+    if not isinstance(walls, list) or not all(is_seconds(w) for w in walls):
+        raise FileError(f"{at}: wall_time is no list of positive seconds: use an unedited file")
+    lengths = [len(values) for values in (*counts, walls)]
+    if len({*lengths}) > 1 or not walls:
+        *others, last = lengths
+        raise FileError(
+            f"{at}: {', '.join(most)} and wall_time have {', '.join(map(str, others))} and {last} "
+            "turns: use an unedited result file"
+        )
+    return choice, *counts, [float(w) for w in walls]
 
 
 def only_file(name: str, files: Sequence[Path]) -> Path:

@@ -23,13 +23,13 @@ from traces.importers.rows import (
     LoggedTurn,
     baseline_of,
     check_once,
-    choices_of,
     only_file,
     read_json_rows,
     trace_of,
+    turns_of,
 )
 from traces.importers.schedules import infer, is_known, reading
-from traces.store.text import MOST_COUNT, is_seconds, label, wholes
+from traces.store.text import MOST_COUNT, label, wholes
 
 
 class SpecBench(Importer):
@@ -152,13 +152,6 @@ def _first(turns: list[LoggedTurn]) -> int:
     )
 
 
-_LISTS = {
-    "decoding_steps": (0, MOST_COUNT), "new_tokens": (0, MOST_TOKENS),
-    "accept_lengths": (1, MOST_DRAFTED + 1),
-}  # fmt: skip
-"""Lists of a choice, and the least and the most that they hold."""
-
-
 def read_turns(file: Path) -> tuple[list[LoggedTurn], Iterable[str], list[str]]:
     """Return the turns of a file, every ``model_id``, and which turns failed, and why.
 
@@ -170,22 +163,13 @@ def read_turns(file: Path) -> tuple[list[LoggedTurn], Iterable[str], list[str]]:
     for where, row in read_json_rows(file):
         question = label(where, "question_id", row.get("question_id"), NO_NAME)
         at = f"{where}, question {question}"
-        if not (choices := choices_of(row)):
-            raise FileError(f"{at}: has no choices[0]: expected a Spec-Bench result file")
-        choice = choices[0]
+        choice, steps, tokens, walls = turns_of(
+            at, row, {"decoding_steps": MOST_COUNT, "new_tokens": MOST_TOKENS}
+        )
         models[label(at, "model_id", row.get("model_id"))] = None
         category = label(at, "category", row.get("category"))
-        steps, tokens, lengths = (
-            wholes(at, name, choice.get(name), *span) for name, span in _LISTS.items()
-        )
-        walls, texts = choice.get("wall_time"), choice.get("turns")
-        if not isinstance(walls, list) or not all(is_seconds(w) for w in walls):
-            raise FileError(f"{at}: wall_time is no list of positive seconds: use an unedited file")
-        if not len(steps) == len(tokens) == len(walls) or not steps:
-            raise FileError(
-                f"{at}: decoding_steps, new_tokens and wall_time have {len(steps)}, {len(tokens)} "
-                f"and {len(walls)} turns: use an unedited result file"
-            )
+        name, texts = "accept_lengths", choice.get("turns")
+        lengths = wholes(at, name, choice.get(name), 1, MOST_DRAFTED + 1)
         if sum(steps) != len(lengths):
             raise FileError(
                 f"{at}: accept_lengths has {len(lengths)} rounds, decoding_steps says "
@@ -202,9 +186,9 @@ def read_turns(file: Path) -> tuple[list[LoggedTurn], Iterable[str], list[str]]:
             if failed or not (count and tokens[i]):
                 left_out.append(f"{name}: {'failed' if failed else 'no tokens'}")
                 continue
-            wall_s, accepted = float(walls[i]), [value - 1 for value in mine]
+            accepted = [value - 1 for value in mine]
             turns.append(
-                LoggedTurn(name, question, i + 1, category, count, tokens[i], wall_s, accepted)
+                LoggedTurn(name, question, i + 1, category, count, tokens[i], walls[i], accepted)
             )
     check_once(file, turns)
     if not turns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from policies.guard import SCORES, UndeclaredSignal, guarded
+from policies.guard import SCORES, PolicyError, guarded
 from policies.rules.base import ExactMatch, TokenRule, VerifyRule
 from policies.rules.registry import describe_rule
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace, once_per_trace
@@ -62,7 +62,7 @@ class RuleReplayDecoder(ReplayDecoder):
             else:
                 tokens, scores = (kept.rows(row, count) for kept in (self._read, self._scores))
                 accepted = self._rule.accept(tokens, scores)
-        except UndeclaredSignal as error:
+        except PolicyError as error:
             raise error.by(self._rule) from None
         verdicts = self._verdicts[row : row + count]
         seen = verdicts[: accepted + 1 + self._rule.look_ahead]

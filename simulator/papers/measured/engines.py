@@ -10,13 +10,13 @@ server ran with asynchronous scheduling, as its configuration says.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from policies.arrays import Floats
 from policies.lengths.basic import Autoregressive
@@ -31,7 +31,6 @@ from simulator.published import (
     RTX3090,
     RTX3090_PLAIN,
     EngineRun,
-    Length,
     published_rows,
 )
 from simulator.serving import ArrivalFile, Limits, Scenario, simulate
@@ -84,29 +83,38 @@ def cycle_at(known: Mapping[int, float], length: int) -> float:
 
 
 def _predicted(
-    study: str, named: str, ladder: Mapping[int, Length], given: Sequence[int]
+    study: str, named: str, ladder: Mapping[int, EngineRun], given: Sequence[int]
 ) -> Iterator[Evidence]:
-    known = {n: ladder[n].cycle for n in given}
-    others = [n for n in ladder if n not in given]
-    cycles = {n: cycle_at(_same_kernel(known, n), n) for n in others}
-    totals = tuple((n, ladder[n].emitted) for n in given)
-    rows = [
-        evidence(study, named, f"tokens/s at length {n}",
-                 _family(totals, n).scaled(RTX3090_PLAIN / cycles[n]), ladder[n].tokens_per_s,
-                 RTX3090_PLAIN)
-        for n in others
-    ]  # fmt: skip
-    yield from ranked(rows, [RTX3090_PLAIN, *(ladder[n].tokens_per_s for n in given)])
+    cycles = {n: ladder[n].cycle for n in given}
+    speeds = {n: run.tokens_per_s for n, run in ladder.items()}
+    totals = {n: ladder[n].emitted for n in given}
+    yield from _others(study, named, "tokens/s at length {}", totals, cycles, speeds, RTX3090_PLAIN)
     for k, name in enumerate(CLASSES):
         # Cycles are the same for every class; so its gain says what a round of it emits.
         speeds = {n: 1 + ladder[n].gains[k] / 100 for n in ladder}
-        totals = tuple((n, min(n + 1.0, speeds[n] * ladder[n].cycle)) for n in given)
-        rows = [
-            evidence(study, named.replace(":", f", {name}:"), f"speedup at length {n}, {name}",
-                     _family(totals, n).scaled(1 / cycles[n]), speeds[n], 1.0)
-            for n in others
-        ]  # fmt: skip
-        yield from ranked(rows, [1.0, *(speeds[n] for n in given)])
+        totals = {n: min(n + 1.0, speeds[n] * ladder[n].cycle) for n in given}
+        text, what = named.replace(":", f", {name}:"), f"speedup at length {{}}, {name}"
+        yield from _others(study, text, what, totals, cycles, speeds, 1.0)
+
+
+def _others(
+    study: str, named: str, what: str, totals: Mapping[int, float], cycles: Mapping[int, float],
+    speeds: Mapping[int, float], plain: float,
+) -> Iterator[Evidence]:  # fmt: skip
+    """Yield the speed at every other length than those whose tokens a round, ``totals``, are given.
+
+    ``cycles`` are their rounds over a plain step, ``speeds`` those measured, ``plain`` without
+    speculation.
+    """
+    known = tuple(totals.items())
+    rows = [
+        evidence(
+            study, named, what.format(n),
+            _family(known, n).scaled(plain / cycle_at(_same_kernel(cycles, n), n)), speed, plain,
+        )
+        for n, speed in speeds.items() if n not in totals
+    ]  # fmt: skip
+    yield from ranked(rows, [plain, *(speeds[n] for n in totals)])
 
 
 def _same_kernel(known: Mapping[int, float], length: int) -> Mapping[int, float]:
@@ -125,33 +133,18 @@ def engine_rows() -> list[Evidence]:
     rows: list[Evidence] = []
     for study, loads in ENGINE_STUDIES.items():
         for load, runs in loads.items():
-            if all(run.emitted is not None for run in runs.values()):
-                rows += _lengths(study, runs)
+            if not any(np.isnan(run.emitted) for run in runs.values()):
+                plain = runs[0].tokens_per_s
+                speeds = {n: run.tokens_per_s for n, run in runs.items() if n}
+                for given, speed in speeds.items():
+                    emitted = runs[given].emitted
+                    rows += _others(
+                        study, f"{ONE}: {given}", "tokens/s at length {}", {given: emitted},
+                        {given: emitted / (speed / plain)}, speeds, plain,
+                    )  # fmt: skip
             elif load != min(loads):
                 rows += _elsewhere(study, loads[min(loads)], load, runs)
     return [*rows, *_positions()]
-
-
-def _lengths(study: str, runs: Mapping[int, EngineRun]) -> Iterator[Evidence]:
-    """Yield the prediction of each draft length from each other one, given its tokens a round."""
-    plain = runs[0].tokens_per_s
-    for given, run in runs.items():
-        if not given:
-            continue
-        assert run.emitted is not None
-        cycle = run.emitted / (run.tokens_per_s / plain)
-        rows = []
-        for asked, other in runs.items():
-            if asked in (0, given):
-                continue
-            speed = emitted_at({given: run.emitted}, asked).scaled(
-                plain / cycle_at({given: cycle}, asked)
-            )
-            rows.append(evidence(
-                study, f"{ONE}: {given}", f"tokens/s at length {asked}", speed,
-                other.tokens_per_s, plain,
-            ))  # fmt: skip
-        yield from ranked(rows, [plain, run.tokens_per_s])
 
 
 def _elsewhere(
@@ -260,16 +253,13 @@ def read_over_time(path: Path) -> dict[str, Floats]:
     Raises DraftsimError if the file is damaged.
     """
     try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        window = np.array([np.ceil(float(row["t"]) / WINDOW_S) - 1 for row in rows]).astype(int)
-        columns = {
-            name: np.array([float(row[name]) for row in rows]) for name in ("running", "waiting")
-        }
+        frame = pd.read_csv(path)
+        window = np.ceil(frame["t"] / WINDOW_S) - 1
+        means = frame.groupby(window)[["running", "waiting"]].mean()
+        means = means.reindex(range(int(window.max()) + 1))
     except (OSError, TypeError, ValueError, KeyError) as error:
         raise DraftsimError(f"cannot read the samples in {path}: {error}") from None
-    count = np.bincount(window)
-    return {name: np.bincount(window, values) / count for name, values in columns.items()}
+    return {name: means[name].to_numpy(float) for name in ("running", "waiting")}
 
 
 def served(real: Requests) -> tuple[dict[str, Floats], dict[str, Floats]]:

@@ -7,7 +7,7 @@ which tests the cost alone, and once from its tokens alone, which is what a user
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,9 @@ import pandas as pd
 from policies.arrays import Floats
 from simulator.papers.measured.rows import Evidence, evidence, ranked
 from traces.errors import DraftsimError
+from traces.importers import eagle, specbench
+from traces.importers.rows import LoggedTurn
 from traces.latency.interpolate import non_negative
-from traces.store.text import json_lines
 
 EAGLE = ("eagle_logs/llama-2-chat-70b-ea.jsonl", "eagle_logs/llama-2-chat-70b-base.jsonl")
 SPECBENCH = (
@@ -35,10 +36,10 @@ def log_rows(folder: Path, needed: bool = True) -> list[Evidence]:
     Raises DraftsimError if it holds neither pair of logs and they are `needed`, or one is damaged.
     """
     rows: list[Evidence] = []
-    if (eagle := read_eagle(folder)) is not None:
-        rows += _halves(EAGLE_STUDY, *eagle, categories=False)
+    if (turns := read_eagle(folder)) is not None:
+        rows += _halves(EAGLE_STUDY, *turns, categories=False)
     if all((folder / name).is_file() for name in SPECBENCH):
-        spec, plain = (_turns(folder / name, "decoding_steps") for name in SPECBENCH)
+        spec, plain = (_frame(specbench.read_turns(folder / name)[0]) for name in SPECBENCH)
         rows += _halves(SPECBENCH_STUDY, spec, plain, categories=True)
     if not rows and needed:
         raise DraftsimError(
@@ -55,37 +56,21 @@ def read_eagle(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     """
     if not all((folder / name).is_file() for name in EAGLE):
         return None
-    spec, plain = (_turns(folder / name, "idxs") for name in EAGLE)
-    for turns in (spec, plain):
-        turns["rounds"] += 1  # counted from 0
+    spec, plain = (_frame(eagle.read_turns(folder / name)) for name in EAGLE)
     plain["tokens"] = plain["rounds"]
     return spec, plain
 
 
-def _turns(path: Path, rounds: str) -> pd.DataFrame:
-    """Return a row for each turn of a log: question, category, rounds, tokens and seconds.
-
-    ``rounds`` is the log's name for its rounds.  Raises DraftsimError if the log is damaged.
-    """
-    try:
-        parts = []
-        for _, row in json_lines(path):
-            choice = row["choices"][0]
-            parts.append(pd.DataFrame({
-                "question": row["question_id"], "category": row.get("category", "all"),
-                "rounds": choice[rounds], "tokens": choice["new_tokens"],
-                "seconds": choice["wall_time"],
-            }))  # fmt: skip
-        turns = pd.concat(parts, ignore_index=True)
-        return turns.astype(dict.fromkeys(("rounds", "tokens", "seconds"), float))
-    except (OSError, TypeError, ValueError, KeyError, IndexError) as error:
-        raise DraftsimError(f"cannot read the log {path}: {error}") from None
+def _frame(turns: Sequence[LoggedTurn]) -> pd.DataFrame:
+    """Return a row for each turn of a log: question, category, rounds, tokens and seconds."""
+    rows = [(t.question, t.category, float(t.rounds), float(t.tokens), t.wall_s) for t in turns]
+    return pd.DataFrame(rows, columns=["question", "category", "rounds", "tokens", "seconds"])
 
 
 def _halves(
     study: str, spec: pd.DataFrame, plain: pd.DataFrame, *, categories: bool
 ) -> Iterator[Evidence]:
-    odd = spec["question"].isin(np.unique(spec["question"])[1::2])
+    odd = pd.Series(pd.factorize(spec["question"])[0] % 2 == 1)
     for name, known in (("even questions", ~odd), ("odd questions", odd)):
         given, asked = spec[known], spec[~known]
         same = plain["question"].isin(given["question"])

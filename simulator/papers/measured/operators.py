@@ -7,14 +7,12 @@ the host's time seen in the study's other models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from policies.arrays import Floats
 from simulator.papers.measured.logs import EAGLE_STUDY, read_eagle
 from simulator.papers.measured.rows import Evidence, evidence
 from simulator.published import CONTEXT, SPECBOUND_3, STUDIES, published_rows
@@ -177,7 +175,19 @@ def decode_rows() -> Iterator[Evidence]:
             for run in runs
         ])  # fmt: skip
         measured = np.array([run.seconds for run in runs])
-        yield from _decoded(study.name, study.mode, runs, composed, measured)
+        eager = study.mode == "eager"
+        for i, run in enumerate(runs):
+            what = f"ms, {run.model.rpartition('/')[2]}, {run.device}, {run.new_tokens} tokens"
+            given = EAGER if eager else ALONE
+            yield evidence(study.name, given, what, 1e3 * composed[i], 1e3 * measured[i])
+            others = [
+                j for j, other in enumerate(runs)
+                if other.device == run.device and other.model != run.model
+            ]  # fmt: skip
+            if others and not eager:
+                host_s = max(float(np.median(measured[others] - composed[others])), 0.0)
+                predicted = 1e3 * (composed[i] + host_s)
+                yield evidence(study.name, WITH_HOST, what, predicted, 1e3 * measured[i])
 
 
 def specbound_rows() -> Iterator[Evidence]:
@@ -217,23 +227,6 @@ def eagle_rows(folder: Path) -> Iterator[Evidence]:
     ):
         given = "operators of the 80 GB A100, slower by the 40 GB one's bandwidth"
         yield evidence(EAGLE_STUDY, given, what, predicted, measured)
-
-
-def _decoded(
-    study: str, mode: str, runs: Sequence[Any], composed: Floats, measured: Floats
-) -> Iterator[Evidence]:
-    for i, run in enumerate(runs):
-        what = f"ms, {run.model.rpartition('/')[2]}, {run.device}, {run.new_tokens} tokens"
-        given = EAGER if mode == "eager" else ALONE
-        yield evidence(study, given, what, 1e3 * composed[i], 1e3 * measured[i])
-        others = [
-            j for j, other in enumerate(runs)
-            if other.device == run.device and other.model != run.model
-        ]  # fmt: skip
-        if mode != "eager" and others:
-            host_s = max(float(np.median(measured[others] - composed[others])), 0.0)
-            predicted = 1e3 * (composed[i] + host_s)
-            yield evidence(study, WITH_HOST, what, predicted, 1e3 * measured[i])
 
 
 def concurrency_rows() -> Iterator[Evidence]:
