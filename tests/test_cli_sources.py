@@ -75,8 +75,8 @@ def test_all_lists_every_named_system_of_the_bundled_recording(run: Run) -> None
     }  # fmt: skip
     assert set(found) == set(SYSTEMS) - lacking
     assert note.startswith(
-        "not listed: 5 methods without recorded drafts and 3 methods without measured passes: "
-        "`draftsim profile --exit-layers` "
+        "not listed: 5 methods that this recording cannot replay and 3 methods without measured "
+        "passes: `draftsim profile --exit-layers` "
     )
     lacks = run("simulate", "--policy", "eagle").err  # which says it of each
     assert "`draftsim profile --source eagle:model=DIR`" in lacks
@@ -94,7 +94,7 @@ def test_what_was_not_recorded_is_one_note(run: Run, plain: Path) -> None:
     notes = [line for line in ran.err.splitlines() if "not listed" in line]
     assert len(notes) == 1
     assert "draftsim profile --exit-layers" in notes[0]
-    assert f"{len(set(SYSTEMS) - listed)} methods without recorded drafts" in notes[0]
+    assert f"{len(set(SYSTEMS) - listed)} methods that this recording cannot replay" in notes[0]
     assert len(notes[0]) < 240
 
 
