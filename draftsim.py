@@ -15,8 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from policies import BatchPolicy, DraftPolicy, check_policy
+    from policies import Autoregressive, BatchPolicy, DraftPolicy, Fixed, check_policy, parse_policy
+    from profiler.checks.spot_check import PlannedPolicy, rounds_differ, run_requests
+    from profiler.latency.table import Grid
+    from profiler.profile import Settings, profile_latency, profile_trace
+    from profiler.prompts import read_prompts
+    from profiler.recording.run import BUNDLED, RunInfo
+    from simulator import formulas, palette
     from simulator.api import Plan, Prediction, Served, Study, plan, predict, serve, sweep
+    from simulator.check import run_checks
+    from simulator.plots.recording import plot_cost_ratio, plot_survival
+    from simulator.pricing import price
+    from simulator.ratios import own_ratios
+    from simulator.summary import summarize
+    from simulator.validation import compare
     from traces import LatencyTable, Trace, find_latency, find_trace, replay
     from traces.errors import DraftsimError
     from traces.importers.registry import import_log
@@ -25,34 +37,68 @@ PACKAGES = ("policies", "traces", "profiler", "simulator", "commands")
 MARK = '__distribution__ = "draftsim"'
 """A line of each package's ``__init__.py``."""
 EXPORTED = {
-    "simulator.api": (
-        "Plan", "Prediction", "Served", "Study", "plan", "predict", "serve", "sweep",
+    "simulator.api": ("Plan", "Prediction", "Served", "Study", "plan", "predict", "serve", "sweep"),
+    "policies": (
+        "Autoregressive", "BatchPolicy", "DraftPolicy", "Fixed", "check_policy", "parse_policy",
     ),
-    "policies": ("BatchPolicy", "DraftPolicy", "check_policy"),
     "traces": ("LatencyTable", "Trace", "find_latency", "find_trace", "replay"),
     "traces.errors": ("DraftsimError",),
     "traces.importers.registry": ("import_log",),
+    "simulator": ("formulas", "palette"),
+    "simulator.check": ("run_checks",),
+    "simulator.plots.recording": ("plot_cost_ratio", "plot_survival"),
+    "simulator.pricing": ("price",),
+    "simulator.ratios": ("own_ratios",),
+    "simulator.summary": ("summarize",),
+    "simulator.validation": ("compare",),
+    "profiler.checks.spot_check": ("PlannedPolicy", "rounds_differ", "run_requests"),
+    "profiler.latency.table": ("Grid",),
+    "profiler.profile": ("Settings", "profile_latency", "profile_trace"),
+    "profiler.prompts": ("read_prompts",),
+    "profiler.recording.run": ("BUNDLED", "RunInfo"),
 }  # fmt: skip
 """The public names, by the module that is imported when one is first asked for."""
 
 __all__ = [
+    "BUNDLED",
+    "Autoregressive",
     "BatchPolicy",
     "DraftPolicy",
     "DraftsimError",
+    "Fixed",
+    "Grid",
     "LatencyTable",
     "Plan",
+    "PlannedPolicy",
     "Prediction",
+    "RunInfo",
     "Served",
+    "Settings",
     "Study",
     "Trace",
     "check_policy",
+    "compare",
     "find_latency",
     "find_trace",
+    "formulas",
     "import_log",
+    "own_ratios",
+    "palette",
+    "parse_policy",
     "plan",
+    "plot_cost_ratio",
+    "plot_survival",
     "predict",
+    "price",
+    "profile_latency",
+    "profile_trace",
+    "read_prompts",
     "replay",
+    "rounds_differ",
+    "run_checks",
+    "run_requests",
     "serve",
+    "summarize",
     "sweep",
 ]
 
@@ -64,7 +110,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"draftsim has no {name!r}: it exports {', '.join(__all__)}")
     if found := stranger():
         raise ImportError(found)
-    return getattr(import_module(module), name)
+    found = import_module(module)
+    return getattr(found, name, None) or import_module(f"{module}.{name}")
 
 
 def main() -> None:

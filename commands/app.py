@@ -39,7 +39,7 @@ NAMES = {
     "max-num-seqs": ("max-batch", "engine-batch"), "max-num-batched-tokens": ("token-budget",),
     "num-gpu-blocks": ("kv-blocks",), "num-gpu-blocks-override": ("kv-blocks",),
     "max-model-len": ("engine-length",),
-    "num-speculative-tokens": ("k", "draft-length", "gamma", "engine-longest"),
+    "num-speculative-tokens": ("k", "draft-length", "gamma", "engine-longest", "max-gamma"),
 }  # fmt: skip
 """Our names of options, by former names and those of vLLM, which also work."""
 ELSEWHERE = {
@@ -199,7 +199,7 @@ def main() -> None:
         app(prog_name="draftsim")
     with stop_signals() as stop:
         try:
-            code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+            code = app(sys.argv[1:] or ["--help"], "draftsim", standalone_mode=False)
             if code == INTERRUPTED:  # what typer makes of a KeyboardInterrupt, without a word
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
@@ -293,13 +293,15 @@ def _said(error: Exception) -> str | None:
         context = getattr(shown, "ctx", None)
         command = str(getattr(context, "info_name", ""))
         option = str(getattr(shown, "option_name", ""))
-        if (place := ELSEWHERE.get((command, option))) is not None:
-            return f"{command} has no option {option}: {place}"
+        for name in (option.lstrip("-"), *NAMES.get(option.lstrip("-"), ())):
+            if (place := ELSEWHERE.get((command, f"--{name}"))) is not None:
+                return f"{command} has no option {option}: {place}"
         if context is not None and option and option not in _options_of(context.command):
-            near = get_close_matches(option, sorted(_options_of(context.command)), 1)
+            known = sorted(name.lstrip("-") for name in _options_of(context.command))
+            near = get_close_matches(option.lstrip("-"), known, 1)
             hint = f"`{context.command_path} --help` lists its options"
             if near:
-                hint = f"did you mean {near[0]}?"
+                hint = f"did you mean --{near[0]}?"
             own = context.command_path.removeprefix("draftsim ")
             return f"{configured_in(shown)}{own} has no option {option}: {hint}"
         message = str(shown.format_message())  # the error by itself does not name the option

@@ -106,7 +106,7 @@ class _Loaded(Mapping[str, Any]):
 
             def called(option: str) -> str:
                 others = self.names.get(option, (option,))
-                return next((other for other in others if other in own), others[0])
+                return next((other for other in others if other in own), option)
 
             made.context_settings["token_normalize_func"] = called
         return self.made[name]

@@ -292,16 +292,9 @@ def readme(part: str) -> str:
 
 
 def api(where: str) -> str:
-    """Return what a package exports, or ``module:Name,Name``, for mkdocstrings to describe."""
+    """Return the names of ``module:Name,Name`` for mkdocstrings to describe."""
     module, _, names = where.partition(":")
-    exported = names.split(",") if names else _exported(module)
-    return "\n\n".join(f"::: {module}.{name}" for name in exported)
-
-
-def _exported(module: str) -> list[str]:
-    found = importlib.import_module(module)
-    kinds = (inspect.isclass, inspect.isfunction)
-    return [n for n in found.__all__ if any(is_one(getattr(found, n)) for is_one in kinds)]
+    return "\n\n".join(f"::: {module}.{name}" for name in names.split(","))
 
 
 def formulas() -> str:

@@ -18,6 +18,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from policies.json_text import JSONError, parse_json
 
+ALSO: Mapping[str, tuple[str, ...]] = {"num_speculative_tokens": ("gamma", "gamma_max", "k")}
+"""Names of parameters in vLLM and SGLang, each with ours; the first that an object has is meant."""
+
 
 def parse_spec(
     text: str, kind: str, table: Mapping[str, type], fixed: Collection[str] = ()
@@ -39,6 +42,7 @@ def parse_spec(
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not key:
             raise ValueError(f"{kind} {name!r}: {item!r} is not of the form key=value")
+        key = next((own for own in ALSO.get(key, ()) if own in known), key)
         if key not in known:
             raise ValueError(f"{kind} {name!r} has no parameter {key!r}{choice(key, known)}")
         if key in given:

@@ -139,6 +139,7 @@ def test_what_a_person_names_reaches_no_terminal_raw(synthetic_run: Path, run: R
         (("simulate", "--weights", "awq-int4"), "`draftsim sweep --policy P --weights FORMAT`"),
         (("sweep", "--verify", "csd"), "`draftsim simulate --verify`"),
         (("tune", "--policy", "svip"), "`draftsim serve`"),
+        (("simulate", "--concurrency", 4), "`draftsim serve --batch`"),
     ],
 )
 def test_an_option_of_another_command_says_of_which(
@@ -168,6 +169,14 @@ def test_an_option_of_another_command_says_of_which(
         (
             ("tune", "--xyzzy"),
             "tune has no option --xyzzy: `draftsim tune --help` lists its options",
+        ),
+        (
+            ("tune", "--max-num-seqs", 4),
+            "tune has no option --max-num-seqs: `draftsim tune --help` lists its options",
+        ),
+        (
+            ("demo", "--slo", "ttft=1"),
+            "demo has no option --slo: `draftsim demo --help` lists its options",
         ),
         (("--xyzzy",), "draftsim has no option --xyzzy: `draftsim --help` lists its options"),
         (("serve", "--batch"), "Option '--batch' requires an argument."),

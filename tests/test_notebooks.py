@@ -67,6 +67,12 @@ def test_it_is_kept_executed_and_tells_nothing_of_a_machine(path: Path) -> None:
     assert not re.search(r"/(home|root|tmp|work|Users)/| at 0x[0-9a-f]{6}", text)
 
 
+@by_name
+def test_it_imports_the_public_api_alone(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"(from|import) (policies|traces|profiler|simulator|commands)\b", text)
+
+
 def test_they_are_modest() -> None:
     assert sum(p.stat().st_size for p in NOTEBOOKS) < 1.5e6
 
