@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from traces.replay.run import fidelity_of
 from traces.sources import parse_source, replay_source
 from traces.sources.as_draft import drafted_latency, drafted_trace
 from traces.sources.starts.parallel import Parallel, drawn_starts
+from traces.sources.starts.sources import StartRecording
 
 ACCEPTANCE = (0.8, 0.5, 0.3, 0.1)
 TEXT = "parallel:acceptance=[0.8,0.5,0.3,0.1]"
@@ -29,6 +32,11 @@ def trace() -> Trace:
     return trace_of(outputs, 1501, [[5, 6, 7]] * 4, [1])
 
 
+def probs(recorded: StartRecording) -> Any:
+    """Probabilities of all drafts, (starts, offsets)."""
+    return np.exp((recorded["top1"] - recorded["logsumexp"]).astype(np.float64))
+
+
 def test_every_position_is_accepted_as_often_as_was_asked(trace: Trace) -> None:
     recorded = drawn_starts(trace, ACCEPTANCE)
     true = np.asarray(trace.columns["token"])
@@ -39,14 +47,14 @@ def test_every_position_is_accepted_as_often_as_was_asked(trace: Trace) -> None:
     assert (np.abs(shares - ACCEPTANCE) < 4 * error).all()
     # The confidence is the position's own chance, given that those before it were accepted.
     chances = [0.8, 0.5 / 0.8, 0.6, 1 / 3]
-    np.testing.assert_allclose(recorded.columns[starts, :, 0].mean(0), chances, rtol=1e-5)
+    np.testing.assert_allclose(probs(recorded)[starts].mean(0), chances, rtol=1e-5)
 
 
 def test_a_drawn_confidence_is_the_chance_of_its_token(trace: Trace) -> None:
     recorded = drawn_starts(trace, (0.6,), concentration=1.5, seed=3)
     true = np.asarray(trace.columns["token"])
     starts = np.concatenate([np.arange(b + 1, b + 1490) for b in recorded.request_starts[:-1]])
-    prob, right = recorded.columns[starts, 0, 0], recorded["token"][starts, 0] == true[starts]
+    prob, right = probs(recorded)[starts, 0], recorded["token"][starts, 0] == true[starts]
     for low, high in ((0.05, 0.4), (0.4, 0.8), (0.8, 1.0)):
         some = (prob >= low) & (prob < high)
         assert some.sum() > 300

@@ -104,6 +104,22 @@ def signal_columns(signal: str, sampling: Sampling) -> tuple[str, ...]:
     return SIGNAL_COLUMNS["prob" if same else signal]
 
 
+def signal_in(columns: Mapping[str, Array], name: str, sampling: Sampling) -> Array:
+    """Return the draft signal `name` of every row of `columns`, drawn under `sampling`."""
+    first, *others = (columns[column] for column in signal_columns(name, sampling))
+    if name == "token_id":
+        return np.asarray(first)
+    if name in ("prob", "top_prob", "raw_prob", "top10_prob"):
+        # The difference in float32, as the models' side takes it.
+        return np.exp((first - others[0] if others else first).astype(np.float64))
+    top1, *rest = (values.astype(np.float64) for values in (first, *others))
+    if name == "logit_margin":
+        return np.asarray(top1 - rest[0])
+    if name == "prob_margin":
+        return np.asarray(np.exp(top1 - rest[1]) - np.exp(rest[0] - rest[1]))
+    return np.asarray(top1)
+
+
 @dataclass(frozen=True)
 class Request:
     """One recorded sequence, without its per-position rows."""
@@ -334,26 +350,13 @@ class Trace:
 
     def signal(self, name: str) -> Array:
         """Return the draft signal `name` for every row (see `policies.core.DraftToken`)."""
-        c = self.columns
         if name not in self.signals:
             raise DraftsimError(
                 f"signal {name!r} is not in this trace (it holds "
                 f"{', '.join(sorted(self.signals)) or 'none'}): "
                 "record one with `draftsim profile`"
             )
-        if name == "token_id":
-            return np.asarray(c["draft_token"])
-        if name == "entropy":
-            return c["draft_entropy"].astype(np.float64)
-        if name in ("prob", "top_prob", "raw_prob", "top10_prob"):
-            first, *less = (c[n] for n in signal_columns(name, self.sampling))
-            # The difference in float32, as the models' side takes it.
-            return np.exp((first - less[0] if less else first).astype(np.float64))
-        top1, top2 = c["draft_top1"].astype(np.float64), c["draft_top2"].astype(np.float64)
-        if name == "logit_margin":
-            return np.asarray(top1 - top2)
-        lse = c["draft_logsumexp"].astype(np.float64)
-        return np.asarray(np.exp(top1 - lse) - np.exp(top2 - lse))
+        return signal_in(self.columns, name, self.sampling)
 
     def check_reads(
         self, reads: Sequence[str], reader: str, instead: str = "a policy that reads none"

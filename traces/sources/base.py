@@ -180,7 +180,7 @@ class SourceReplay(ABC):
 
     @property
     def noted(self) -> Any:
-        """What tells the calls of its rounds (`Source.counted_in`)."""
+        """Notes from which the calls of its rounds follow (`Source.counted_in`)."""
         return self.calls.rounds
 
     @property

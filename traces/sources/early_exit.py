@@ -9,11 +9,12 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints, next_true, ranges
 from policies.spec import describe_spec, flag, parameter, ratio, whole, within
 from policies.vectorised import UNBOUNDED, VectorisedPlan
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import Trace, signal_in
 from traces.errors import DraftsimError, TailError
 from traces.replay.calls import (
     ADAPTER,
@@ -37,10 +38,7 @@ from traces.sources.base import (
     true_tokens,
 )
 from traces.sources.exit_recording import ExitRecording, ExitSetting, depth_layers, usable_exits
-from traces.sources.recording import DRAWN, LOGITS, Recordings, SourceRecording, read_columns
-
-READ = ("prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob")
-"""Signals in the order of `traces.sources.recording.read_columns`."""
+from traces.sources.recording import DRAWN, Recordings, SourceRecording
 
 
 class ChosenExits:
@@ -337,6 +335,8 @@ class ExitPlaces(Places):
         self.run_lengths = np.minimum(self.runs, self.left)
         self.open_ended = np.zeros(len(index), dtype=bool)
         self._tokens: dict[int, RecordedToken | None] = {}
+        lacks = {"raw_prob"} if lacks_raw(exits.recording) else set()
+        self._read = DRAFTER_SIGNALS - {"token_id", *lacks}
 
     def _ends(self, node: Ints) -> Bools:
         """Return True for each node at which a draft ends with what is asked for."""
@@ -366,28 +366,20 @@ class ExitPlaces(Places):
         return owners, nodes
 
     @cached_property
-    def columns(self) -> Floats:
-        """(rows, 6): what policies read of each token, by `READ`."""
-        record = self.exits.recording
-        where = self.node, self.exits.choices[self.node]
-        rows = {n: record[n][where] for n in (*LOGITS, *DRAWN) if n in record.arrays}
-        columns = read_columns(rows, *map(rows.get, DRAWN))
-        columns[self.vain] = np.nan
-        return columns
+    def _columns(self) -> dict[str, npt.NDArray[Any]]:
+        return self.exits.recording.drafted((self.node, self.exits.choices[self.node]))
 
     def read(self, name: str) -> Floats:
-        return self.columns[:, READ.index(name)]
+        values = signal_in(self._columns, name, self.exits.recording.sampling)
+        return np.where(self.vain, np.nan, values)
 
     def token(self, row: int) -> RecordedToken | None:
         """Return the token of a row; None if it is `vain`."""
         if row not in self._tokens:
             record, node = self.exits.recording, self.node[row]
             token = int(record["argmax"][node, self.exits.choices[node]])
-            # In the order of a token's fields.
-            read: list[float | None] = self.columns[row].tolist()
-            if lacks_raw(record):
-                read[-1] = None
-            made = RecordedToken(token, token in self.exits.eos, *read)
+            signals = {name: float(self.signal(name)[row]) for name in self._read}
+            made = RecordedToken(token, token in self.exits.eos, **signals)
             self._tokens[row] = None if self.vain[row] else made
         return self._tokens[row]
 

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from policies.arrays import Floats
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
@@ -97,10 +96,12 @@ class SourceRecording:
         """How the outputs and drafts that it follows were drawn."""
         return Sampling.of(self.meta.get("sampling", self.meta))
 
-    @cached_property
-    def columns(self) -> Floats:
-        """(..., 6): what policies read of each draft (`read_columns`)."""
-        return read_columns({name: self[name] for name in LOGITS}, *map(self.arrays.get, DRAWN))
+    def drafted(self, where: Any) -> dict[str, npt.NDArray[Any]]:
+        """Return what its drafter said of the drafts at some places, as columns of a trace."""
+        # Drawn greedily, a token is the likeliest.
+        likeliest = self["top1"] - self["logsumexp"]
+        found = {name: self.arrays.get(name, likeliest)[where] for name in (*DRAWN, *LOGITS)}
+        return {f"draft_{name.replace('log_', 'log')}": values for name, values in found.items()}
 
     def check_follows(self, key: str, trace: Trace, first: int) -> None:
         """Raise DraftsimError unless it, named `key`, can be replayed along `trace`."""
@@ -159,27 +160,6 @@ class SourceRecording:
 
 Recordings = Mapping[str, SourceRecording]
 """Recordings along one trace, by their name (`Source.key`)."""
-
-
-def read_columns(
-    signals: Mapping[str, npt.NDArray[np.float32]],
-    log_prob: npt.NDArray[Any] | None = None,
-    raw_log_prob: npt.NDArray[Any] | None = None,
-) -> Floats:
-    """Return (..., 6): prob, entropy, logit_margin, prob_margin, top_prob, raw_prob of every draft.
-
-    ``signals`` are those of `LOGITS`.  Without `log_prob` every draft is the likeliest token;
-    without `raw_log_prob` it has the probability that it was drawn with.  Differences are taken in
-    float32 where the real decoder takes them so, that no policy decides otherwise.
-    """
-    top1, top2, lse, entropy = (signals[n] for n in LOGITS)
-    wide1, wide2 = top1.astype(np.float64), top2.astype(np.float64)
-    top = np.exp((top1 - lse).astype(np.float64))
-    prob = top if log_prob is None else np.exp(log_prob.astype(np.float64))
-    raw = prob if raw_log_prob is None else np.exp(raw_log_prob.astype(np.float64))
-    margin = np.exp(wide1 - lse) - np.exp(wide2 - lse)
-    wide = entropy.astype(np.float64)
-    return np.stack([prob, wide, wide1 - wide2, margin, top, raw], axis=-1)
 
 
 def _column(values: npt.NDArray[Any]) -> pa.Array:

@@ -129,11 +129,8 @@ class StartSource(Source):
         """Return the outputs with the chains recorded from every start."""
         self.check(trace, recordings, 1)
         recording = self.recording(recordings)
-        drafted, most = self.tokens(trace, recording), self.width(recording)
-        # Drawn greedily, a token is the likeliest.
-        likeliest = recording["top1"] - recording["logsumexp"]
-        found = {n: recording.arrays.get(n, likeliest)[:, :most] for n in (*DRAWN, *LOGITS)}
-        signals = {f"draft_{n.replace('log_', 'log')}": values for n, values in found.items()}
+        drafted = self.tokens(trace, recording)
+        signals = recording.drafted(np.s_[:, : self.width(recording)])
         meta = {
             "drafts": self.label(recordings), "drafter": model_of(self, recordings),
             "takes_verified": self.takes_verified,
