@@ -11,7 +11,7 @@ import numpy as np
 from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS, Request, Trace
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
-from traces.importers.rows import LoggedRound, only_file, read_json_rows, trace_of
+from traces.importers.rows import LoggedRound, head, only_file, read_json_rows, trace_of
 from traces.importers.totals import Totals, summed
 from traces.store.speculation_profile import KEYS, read_profile
 from traces.store.text import MOST_ID, csv_rows, digits, label, read_text, whole, wholes
@@ -31,8 +31,7 @@ class Rounds(Importer):
     summary = "CSV, a row per round: drafted,accepted; optional request, category, first"
 
     def sniff(self, text: str) -> bool:
-        head = {name.strip().lower() for name in text.partition("\n")[0].split(",")}
-        return {"drafted", "accepted"} <= head
+        return {"drafted", "accepted"} <= head(text)
 
     def read(self, files: Sequence[Path], options: Options) -> Trace:
         file = only_file(self.name, files)

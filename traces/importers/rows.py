@@ -157,6 +157,11 @@ def turns_of(at: str, row: Mapping[str, Any], most: Mapping[str, int]) -> tuple[
     return choice, *counts, [float(w) for w in walls]
 
 
+def head(text: str) -> set[str]:
+    """Return the columns that the first line of a CSV file names."""
+    return {name.strip().strip('"').lower() for name in text.partition("\n")[0].split(",")}
+
+
 def only_file(name: str, files: Sequence[Path]) -> Path:
     """Return the one file of a format that takes one; FileError for several."""
     if len(files) != 1:

@@ -15,7 +15,7 @@ import pandas as pd
 from traces.acceptance.trace import MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
-from traces.importers.rows import only_file, read_json_rows
+from traces.importers.rows import head, only_file, read_json_rows
 from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.store.text import MOST_SECONDS, csv_rows, decimal, digits, label, read_text, whole
 
@@ -36,7 +36,7 @@ class Latency(Importer):
     takes = ("device",)
 
     def sniff(self, text: str) -> bool:
-        return set(NEEDED) <= set(_head(text.partition("\n")[0]))
+        return set(NEEDED) <= head(text)
 
     def read(self, files: Sequence[Path], options: Options) -> LatencyTable:
         file = only_file(self.name, files)
@@ -54,10 +54,6 @@ class Latency(Importer):
             raise FileError(f"{file}: holds no latencies: expected a row a cell")
         meta = self.meta(files, device=options.device or "not said", estimator="mean")
         return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)
-
-
-def _head(line: str) -> list[str]:
-    return [name.strip().strip('"').lower() for name in line.split(",")]
 
 
 def _value(at: str, name: str, kind: str, text: str) -> object:
@@ -114,7 +110,7 @@ def read_tests(file: Path) -> list[Test]:
         return [_from_record(at, row) for at, row in read_json_rows(file, text)]
     if text.lstrip().startswith("|"):
         return [_from_table(at, row) for at, row in _markdown(file, text)]
-    if not {"n_prompt", "n_gen", "avg_ns"} <= set(_head(text.partition("\n")[0])):
+    if not {"n_prompt", "n_gen", "avg_ns"} <= head(text):
         raise FileError(f"{file}: is no output of llama-bench: expected -o json, jsonl, csv or md")
     return [_from_record(at, row) for at, row in csv_rows(file, text, ())]
 
@@ -227,7 +223,7 @@ class LlamaBench(Importer):
     def sniff(self, text: str) -> bool:
         known = all(f'"{k}"' in text for k in ("n_prompt", "n_gen", "avg_ns"))
         line = text.lstrip().partition("\n")[0]
-        csv = all(k in line.split(",") for k in ("n_prompt", "n_gen", "avg_ns"))
+        csv = {"n_prompt", "n_gen", "avg_ns"} <= head(text.lstrip())
         return known or csv or (line.startswith("| model") and line.rstrip().endswith("t/s |"))
 
     def read(self, files: Sequence[Path], options: Options) -> LatencyTable:
