@@ -40,6 +40,9 @@ PLACE, DONE = ".validate", ".validated"
 """Beginnings of the names of folders that keep real runs: of an unfinished command, and of a check
 that more repeats may be added to."""
 
+FOUND = 2
+"""Version of the findings that are kept of a run: those of another are not continued."""
+
 Attempt = tuple[Timing, tuple[Any, dict[str, Any]]]
 """A run's time, the state of its policy after it, and its findings (both fit into JSON)."""
 
@@ -256,7 +259,7 @@ def check_options(
         "version": version(), "meta": pair.meta, "trace": identity(trace.meta),
         "sampling": trace.sampling.meta, "repeats": repeats,
         "requests": [request.id for request in trace.requests],
-        "arms": [(log.policy, log.source, _digest(log)) for log in logs], **more,
+        "arms": [(log.policy, log.source, _digest(log)) for log in logs], "found": FOUND, **more,
     }  # fmt: skip
 
 

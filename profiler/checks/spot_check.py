@@ -104,10 +104,12 @@ class _Requests(CheckWork):
 
     def attempt(self, repeat: int, unit: Unit, run: PlannedPolicy, learnt: Any) -> Attempt:
         (learner, rule), [request] = deepcopy(learnt), unit[1]
-        decoder: Any = (
-            self.model.decoder(run, request, rule) if run.source is None or self.drafters is None
-            else self.drafters.decoder(run.source, request)
-        )  # fmt: skip
+        decoder: Any
+        if run.source is None:
+            decoder = self.model.decoder(run, request, rule)
+        else:
+            assert self.drafters is not None
+            decoder = self.drafters.decoder(run.source, request)
         device, fresh = self.model.target.device, learner.fresh()
         timing, rounds = timed(device, lambda: _rounds(decoder, fresh, run))
         if rule is not None:
@@ -228,8 +230,8 @@ def run_requests(
     Policies that learn across requests, and lossy rules, start each repeat without what they
     learnt.  What `kept` holds of an earlier call is not run again, and with `in_time` as many
     requests are run as there is time for (`run_interleaved`).
-    ``runner`` makes a model's runner for a number of slots; ``drafters`` make the decoders where
-    another source drafts.
+    ``runner`` makes a model's runner for a number of slots; ``drafters`` makes the decoders where
+    another source drafts, and is needed if that has trained modules.
 
     Raises
     ------
@@ -242,6 +244,10 @@ def run_requests(
     if not forced:
         check_decodable(pair, trace)
     some = range(len(trace.requests)) if requests is None else requests
+    if drafters is None and any(run.source for run in planned):
+        from profiler.sources.run import SourceRunner
+
+        drafters = SourceRunner(pair.target, trace)
     model = DraftModel(pair, trace, forced, runner)
     work = _Requests(planned, [(1, (i,)) for i in some], trace, model, drafters)
     keys = {run.label: (run, 1) for run in planned}
