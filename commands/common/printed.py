@@ -104,7 +104,7 @@ def print_table(
         if title is not None and not i:  # one of the table's own is folded to its width
             where.print(Text(printable(title), style="bold"))
         # A terminal wraps what is wider than itself.
-        width = sum(needed[n] + GAP for n in block)
+        width = sum(needed[n] + GAP for n in block) - GAP
         (where if width <= room else console(width=width, stderr=stderr)).print(table)
     print_alike(alike, where)
 
