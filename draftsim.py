@@ -110,8 +110,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"draftsim has no {name!r}: it exports {', '.join(__all__)}")
     if found := stranger():
         raise ImportError(found)
-    found = import_module(module)
-    return getattr(found, name, None) or import_module(f"{module}.{name}")
+    package = import_module(module)
+    return getattr(package, name, None) or import_module(f"{module}.{name}")
 
 
 def main() -> None:

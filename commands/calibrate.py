@@ -105,7 +105,7 @@ def calibrate(
         predicted,
     )
     from simulator.aggregate.benches import latency_table, read_benches
-    from simulator.aggregate.server import COSTS
+    from simulator.aggregate.server import COSTS, SECONDS
     from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
     from traces.store.files import write_latency
 
@@ -131,7 +131,7 @@ def calibrate(
     rows = [
         {
             "cost": name, "value": i.value, "low": i.low, "high": i.high,
-            "of": meant[name].meaning,
+            "unit": "s" if name in SECONDS else "-", "of": meant[name].meaning,
         }
         for name, i in intervals.items()
     ]  # fmt: skip

@@ -195,6 +195,7 @@ COLUMNS: dict[str, str] = {
     "cost": "part of a step's time",
     "value": "most likely value; times in seconds",
     "of": "what the cost is",
+    "unit": "unit of the value: s for seconds, - for a number",
     "needed": "acceptance length that breaks even",
     "needed_rate": "acceptance rate that breaks even",
     "uncertain": "relative standard deviation of the speedups after that run",
