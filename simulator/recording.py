@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from policies.rules.base import VerifyRule
 from simulator.chosen import Say, Text, load_rule, one_rule, silent
 from traces.acceptance.survival import impute
-from traces.acceptance.synthetic import trace_by_position
+from traces.acceptance.synthetic import OUTPUT, trace_by_position
 from traces.acceptance.trace import UNKNOWN, Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, FileError
@@ -36,6 +36,11 @@ from traces.store.identity import (
 from traces.store.operators import at_depths, in_graphs
 from traces.store.recordings import find_latency, find_trace, folder_of, models_of, pair_label
 
+if TYPE_CHECKING:
+    from simulator.aggregate.positions import Positions
+
+FEWEST, REQUESTS = 20, 200
+"""Requests that acceptance by position is replayed as: at least for an interval, and at most."""
 COMMON_LENGTH = 8
 """Tokens that policies commonly draft up to."""
 Tables = Mapping[str, LatencyTable]
@@ -273,7 +278,11 @@ def observed_trace(
         read_acceptance(told) if isinstance(told, str)
         else of_survival(",".join(f"{chance:g}" for chance in told), told)
     )  # fmt: skip
-    trace = trace_by_position(found.survival, **{**found.sizes, **(sizes or {})}, meta=found.meta)
+    size = {**found.sizes, **(sizes or {})}
+    alike = _alike(found, size.get("tokens", OUTPUT))
+    trace = trace_by_position(
+        found.survival, requests=min(max(alike, FEWEST), REQUESTS), meta=found.meta, **size
+    )
     one = trace.requests[0]
     say(
         f"{found.said}: {counted(len(trace.requests), 'request')} of {one.prompt_length} prompt "
@@ -282,11 +291,22 @@ def observed_trace(
     if found.error is not None:
         say(
             f"{found.label}: tokens per round are known to within ±{found.error:.1%} (95%) from "
-            f"{counted(found.rounds or 0, 'round')}, which the intervals leave out"
+            f"{counted(found.rounds or 0, 'round')}"
+            + (", fewer than the intervals assume" if alike < FEWEST else "")
         )
     if found.note:
         say(f"{found.label}: {found.note}")
     return found.named, trace
+
+
+def _alike(found: Positions, tokens: int) -> int:
+    """Return how many requests of that many output tokens have the rounds that were counted.
+
+    Intervals over this many requests are as wide as the counts are uncertain.
+    """
+    if found.rounds is None:
+        return REQUESTS
+    return round(found.rounds * (1 + sum(found.survival)) / tokens)
 
 
 def said_longest(trace: Trace) -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from commands.common.drafted import load_positions
@@ -15,13 +16,18 @@ from simulator.aggregate.benches import latency_table
 from simulator.aggregate.hazard import HAZARD, emitted_at, lengths
 from simulator.aggregate.observed import read_acceptance
 from simulator.aggregate.server import ServerRun, calibrate
+from simulator.recording import observed_trace
+from simulator.summary import summarize
 from tests.conftest import Run, few_draws
 from tests.logs import vllm_counters
 from tests.test_recommend import A100, ACCEPTED, served, written
 from traces.acceptance.synthetic import trace_by_position
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.replay.run import replay
+from traces.replay.vectorised import replay_many
 from traces.store.files import write_latency
+from traces.store.recordings import find_latency
 
 pytestmark = pytest.mark.usefixtures("short_chains")
 
@@ -136,6 +142,33 @@ def test_the_error_of_counted_rounds_is_said(tmp_path: Path, run: Run) -> None:
     said = run("simulate", "--acceptance", path, *CONST, *policy).ok().err
     assert f"known to within ±{error:.1%} (95%) from 400 rounds" in " ".join(said.split())
     assert "known to within" not in run("simulate", "--acceptance", "0.8,0.4", *CONST, *policy).err
+
+
+def test_intervals_of_counted_acceptance_hold(tmp_path: Path) -> None:
+    """They are as wide as 5,000 counted rounds are uncertain."""
+    alive, latency = np.array([0.8, 0.55, 0.3]), find_latency("const:target=1,draft=0.1")
+
+    def priced(trace: Trace) -> pd.Series:
+        [log] = replay_many(trace, [("fixed:gamma=3", Fixed(3))])
+        return summarize([log], latency, resamples=200).iloc[-1]
+
+    truth = priced(trace_by_position(alive, requests=2000, seed=1))["speedup"]
+    held = 0
+    for seed in range(30):
+        drawn = np.random.default_rng(seed).random((5000, 1))
+        path = vllm_counters(tmp_path / "metrics.txt", 5000, (drawn < alive).sum(axis=0).tolist())
+        _, trace = observed_trace(str(path))
+        row = priced(trace)
+        held += row["speedup_lo"] <= truth <= row["speedup_hi"]
+    assert held >= 25  # 28.5 expected; fewer than 25 have a chance of 0.3%
+
+
+def test_acceptance_by_position_is_that_of_its_rounds() -> None:
+    trace = trace_by_position((0.8, 0.55, 0.3), requests=20, tokens=2000)
+    [log] = replay_many(trace, [("", Fixed(3))])
+    accepted = log.rounds["accepted"]
+    shares = [(accepted >= k).mean() for k in (1, 2, 3)]
+    assert shares == pytest.approx([0.8, 0.55, 0.3], abs=0.002)
 
 
 def test_rounds_in_order_are_a_trace(tmp_path: Path, run: Run) -> None:

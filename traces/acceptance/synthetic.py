@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, count
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from policies.arrays import Floats, ranges
+from policies.arrays import Floats, Ints, ranges
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError
 
 VOCABULARY = 32000
 """Tokens that the synthetic draft distribution spreads over."""
 EOS = 1
+OUTPUT = 256
+"""Output tokens of a request by default."""
 ORDINARY = EOS + 1
 """The first id of the tokens that end nothing."""
 
@@ -179,7 +183,7 @@ def trace_by_position(
     survival: Sequence[float],
     *,
     requests: int = 200,
-    tokens: int = 256,
+    tokens: int = OUTPUT,
     prompt_length: int = 256,
     meta: Mapping[str, Any] | None = None,
     seed: int = 0,
@@ -198,10 +202,7 @@ def trace_by_position(
         raise DraftsimError(
             f"acceptance {', '.join(f'{a:g}' for a in alive)}: expected chances that fall from 1"
         )
-    rng = np.random.default_rng(seed)
-    # Of as many draws below each chance as it says, so that a short trace has the right mean.
-    strata = (rng.permutation(requests * tokens) + 0.5) / (requests * tokens)
-    accepted = (strata[:, None] < alive).sum(axis=1)
+    accepted = _accepted(alive, requests, tokens, np.random.default_rng(seed))
     table = [
         Request(f"request-{i}", "", prompt_length, tokens, tokens, "length")
         for i in range(requests)
@@ -211,6 +212,28 @@ def trace_by_position(
         "draft_lengths": "by start", "draft_lengths_known": True,
     }  # fmt: skip
     return Trace.without_tails(table, len(alive), {**about, **(meta or {})}, accepted=accepted)
+
+
+def _accepted(alive: Floats, requests: int, tokens: int, rng: np.random.Generator) -> Ints:
+    """Return the accepted tokens of a draft from each output position, shape (positions,).
+
+    Each number of accepted tokens occurs as often as its chance says, so that a short trace has
+    the right mean: among all positions, and among those where rounds of the longest draft begin.
+    """
+
+    def drawn(starts: int) -> Ints:
+        strata = (rng.permutation(starts) + 0.5) / starts
+        return np.asarray((strata[:, None] < alive).sum(axis=1), dtype=np.int64)
+
+    accepted = drawn(requests * tokens)
+    rounds = math.ceil(len(accepted) / (1 + alive.sum()))
+    longest = chain.from_iterable(drawn(rounds).tolist() for _ in count())
+    for begin in range(0, len(accepted), tokens):
+        at = begin + 1  # the first token comes with the prompt
+        while at < begin + tokens:
+            accepted[at] = next(longest)
+            at += 1 + accepted[at]
+    return accepted
 
 
 def drawn_chances(mean: Floats, concentration: float, rng: np.random.Generator) -> Floats:
