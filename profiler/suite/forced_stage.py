@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -104,7 +105,7 @@ def run_forced(
         for some in batches for pair in chosen for batch in some for mode in how
     ]  # fmt: skip
     asked = {unit.name for unit in every}
-    units.join(asked, "rows", lambda: _rows(place))
+    units.join(asked, "forced-measured.parquet", _rows)
     todo = [unit for unit in every if unfinished(units.get(unit.name))]
 
     def attempt(unit: Unit, models: tuple[Any, Any]) -> None:
@@ -144,7 +145,7 @@ def run_forced(
                 _write(units)
             del models
             place.unsettle()
-        if not units.failed and not asked & set(units.units):
+        if not units.failed and not any(map(units.get, asked)):
             raise DraftsimError("nothing was run: " + "; ".join(units.notes))
     if units.late:
         place.say(f"left: {', '.join(units.late)}; --pairs gives one pair all the time")
@@ -152,9 +153,9 @@ def run_forced(
     return units
 
 
-def _rows(place: Workplace) -> dict[str, list[list[Any]]]:
-    """Return the runs in the folder's table, by unit."""
-    times = read_measured(place.out / "forced-measured.parquet").times[list(COLUMNS)]
+def _rows(path: Path) -> dict[str, list[list[Any]]]:
+    """Return the runs in a folder's table, by unit."""
+    times = read_measured(path).times[list(COLUMNS)]
     return {
         ".".join(map(str, unit)): part.values.tolist()
         for unit, part in times.groupby(["pair", "mode", "batch"])
@@ -219,4 +220,4 @@ def _write(units: Units) -> None:
         meta = {"kernels": KERNELS, **units.place.meta()}
         runs = MeasuredRuns(pd.DataFrame(rows, columns=list(COLUMNS)), meta)
         write_measured(runs, units.place.out / "forced-measured.parquet")
-    units.write("rows")
+    units.write()

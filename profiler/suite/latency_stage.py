@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,11 +37,11 @@ def run_latency(
     be measured.
     """
     chosen = chosen_pairs(pairs, place.quick)
-    units = Units(place, "latency")
+    units = Units(place, "latency", rows="cells")
     how = modes_here(units, modes)
     named_of = {p.name: [f"{p.name}.{mode}" for mode in how] for p in chosen}
     asked = {name for names in named_of.values() for name in names}
-    units.join(asked, "cells", lambda: _rows(place))
+    units.join(asked, "latency.parquet", _rows)
     todo = [p for p in chosen if any(unfinished(units.get(name)) for name in named_of[p.name])]
     with units.closing(lambda: _write(units)):
         for i, pair in enumerate(todo):
@@ -60,7 +61,7 @@ def run_latency(
             del models
             place.unsettle()
             _write(units)
-        if not asked & set(units.units):
+        if not any(map(units.get, asked)):
             raise DraftsimError("nothing was measured: " + "; ".join(units.notes))
     units.close()
     return units
@@ -99,10 +100,10 @@ def _judge(units: Units, name: str) -> None:
         units.late[name] = f"no time left for {', '.join(late)}"
 
 
-def _rows(place: Workplace) -> dict[str, list[list[Any]]]:
-    """Return the cells in the folder's table, by unit."""
+def _rows(path: Path) -> dict[str, list[list[Any]]]:
+    """Return the cells in a folder's table, by unit."""
     found: dict[str, list[list[Any]]] = {}
-    for model, *rest in read_latency(place.out / "latency.parquet").cells.values.tolist():
+    for model, *rest in read_latency(path).cells.values.tolist():
         pair, mode, name = model.split("/")
         found.setdefault(f"{pair}.{mode}", []).append([name, *rest])
     return found
@@ -213,7 +214,7 @@ def _write(units: Units) -> None:
     if rows:
         shapes = {p.name: shapes_of(p) for p in chosen_pairs(None, place.quick)}
         write_table(place, rows, shapes, "latency.parquet")
-    units.write("cells")
+    units.write()
 
 
 def shapes_of(pair: PairShape) -> dict[str, Any]:
