@@ -45,9 +45,8 @@ def test_a_forced_stage_out_of_time_goes_on_with_what_is_left(
         return result
 
     monkeypatch.setattr(forced_stage, "_unit", unit)
-    with monkeypatch.context() as patch:
-        patch.setattr(Workplace, "left", property(lambda self: 100.0))
-        assert forced_stage.run_forced(place, [SMALL], MODES[:2]).status == UNFINISHED
+    monkeypatch.setattr(Workplace, "left", property(lambda self: 100.0))
+    assert forced_stage.run_forced(place, [SMALL], MODES[:2]).status == UNFINISHED
     assert done == ["graph.1", "eager.1", "late"]
     assert "the same command on this machine goes on" in " ".join(capsys.readouterr().err.split())
     left_out = results(place.out, "forced")["left_out"]
@@ -84,6 +83,15 @@ def test_a_latency_stage_out_of_time_goes_on_with_its_parts(
     kept = after.merge(before, on=list(before.columns))
     assert len(kept) == len(before)
     assert not place.work.exists()
+
+
+@pytest.mark.parametrize("name", ["latency", "forced"])
+def test_a_stage_without_any_time_is_unfinished(name: str, out: Path) -> None:
+    options = ("--pairs", SMALL, "--modes", "eager", "--seconds", "0")
+    assert main([name, "--device", "cpu", "--quick", "--out", str(out), *options]) == UNFINISHED
+    found = results(out, name)
+    assert found["late"]
+    assert not found["units"]
 
 
 def test_parts_after_the_deadline_are_left(

@@ -37,7 +37,7 @@ from profiler.suite.checks import (
     planned_policies,
     run_rows,
 )
-from profiler.suite.environment import Units, Workplace, unfinished
+from profiler.suite.environment import COMPLETE, Units, Workplace, unfinished
 from profiler.suite.latency_stage import build_or_none, chosen_pairs, modes_here
 from profiler.suite.pair import make_runner, pass_cells
 from traces.acceptance.synthetic import Bursty, synthetic_trace
@@ -145,7 +145,7 @@ def run_forced(
                 _write(units)
             del models
             place.unsettle()
-        if not units.failed and not any(map(units.get, asked)):
+        if units.status == COMPLETE and not any(map(units.get, asked)):
             raise DraftsimError("nothing was run: " + "; ".join(units.notes))
     if units.late:
         place.say(f"left: {', '.join(units.late)}; --pairs gives one pair all the time")
