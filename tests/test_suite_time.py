@@ -76,6 +76,7 @@ def test_a_latency_stage_out_of_time_goes_on_with_its_parts(
     assert latency_stage.run_latency(place, [SMALL], ["eager"]).status == COMPLETE
     unit = results(place.out, "latency")["units"][f"{SMALL}.eager"]
     assert not unit["unfinished"]
+    assert unit["seconds"] > first["seconds"]
     assert not [text for text in unit["skipped"] if "time" in text]
     after = read_latency(place.out / "latency.parquet").cells
     assert set(after["phase"]) >= {"host_round", "signal"}

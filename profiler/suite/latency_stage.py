@@ -162,11 +162,12 @@ def _measure_pair(
     """Measure all modes rank by rank, so that every mode has its important parts first."""
     begin = time.monotonic()
     plan = QUICK if place.quick else FULL
+    kept = {mode: units.get(f"{pair.name}.{mode}") for mode in how}
     modes = {
-        mode: PairMeasurement(place, pair, mode, models, plan, begin + share, kept)
-        for mode in how if unfinished(kept := units.get(f"{pair.name}.{mode}"))
+        mode: PairMeasurement(place, pair, mode, models, plan, begin + share, unit)
+        for mode, unit in kept.items() if unfinished(unit)
     }  # fmt: skip
-    spent = dict.fromkeys(modes, 0.0)
+    spent = {mode: (unit or {}).get("seconds", 0.0) for mode, unit in kept.items()}
     for rank in RANKS:
         for k, (mode, measured) in enumerate(modes.items()):
             now = time.monotonic()
