@@ -125,6 +125,9 @@ def test_a_trained_stage_out_of_time_names_what_is_left_and_goes_on(
     real = Workplace.check_time
     late = [True]
 
+    def out_of_time(*_: Any) -> Any:
+        raise NoTimeError("no time left")
+
     def check(self: Workplace) -> None:
         if late[0]:
             raise NoTimeError("no time left")
@@ -138,9 +141,26 @@ def test_a_trained_stage_out_of_time_names_what_is_left_and_goes_on(
     assert found["left_out"] == [f"{name}: no time left" for name in names]
     assert (tmp_path / "trained-trace.parquet").is_file()
     late[0] = False
+    with monkeypatch.context() as patch:
+        patch.setattr(PairMeasurement, "layers", out_of_time)
+        assert main(arguments) == UNFINISHED
+    found = results(tmp_path, "trained")
+    why = "no time left for target, layer by layer, draft, layer by layer"
+    assert found["left_out"] == [f"latency, {mode}: {why}" for mode in ("eager", "graph")]
+    assert not found["complete"]
+    before = read_latency(tmp_path / "trained-latency.parquet").cells
+    # Again, only what is left is measured, and what was measured is written in any case.
+    monkeypatch.setattr(PairMeasurement, "passes", out_of_time)
+    late[0] = True
+    assert main(arguments) == UNFINISHED
+    assert read_latency(tmp_path / "trained-latency.parquet").cells.equals(before)
+    late[0] = False
     assert main(arguments) == 0
     found = results(tmp_path, "trained")
     assert not found["left_out"]
+    after = read_latency(tmp_path / "trained-latency.parquet").cells
+    assert len(after.merge(before, on=list(before.columns))) == len(before)
+    assert "layer" in set(after["phase"]) - set(before["phase"])
     check_files(tmp_path)
     assert (tmp_path / "trained-measured.parquet").is_file()
     assert not open_workplace("cpu", tmp_path, seconds=1, quick=True).work.exists()

@@ -17,7 +17,7 @@ import torch
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import compiler_missing
 from profiler.suite import COMPILED, KERNELS, MODES
-from profiler.suite.environment import COMPLETE, Units, Workplace, unfinished
+from profiler.suite.environment import COMPLETE, Unit, Units, Workplace, unfinished
 from profiler.suite.pair import FULL, QUICK, RANKS, PairMeasurement, profile_rounds, table_of
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -55,7 +55,7 @@ def run_latency(
                 _measure_pair(place, pair, models, share, units, how)
             finally:
                 for name in named_of[pair.name]:
-                    _judge(units, name)
+                    judge(units, name, units.get(name))
             if profile and pair.draft is not None:
                 _profile(units, pair, models, how)
             del models
@@ -88,9 +88,8 @@ def modes_here(units: Units, modes: Sequence[str] | None) -> list[str]:
     return asked
 
 
-def _judge(units: Units, name: str) -> None:
-    """Note the missing parts of a unit as failed or late."""
-    unit = units.get(name)
+def judge(units: Units, name: str, unit: Unit | None) -> None:
+    """Note the missing parts of a measurement (`PairMeasurement.unit`) as failed or late."""
     if unit is None:
         units.late[name] = "no time left"
         return
