@@ -27,7 +27,7 @@ from profiler.latency.table import Grid
 from profiler.machine import NoTimeError
 from profiler.models.architectures import DecoderShape, PairShape
 from profiler.models.graphs import GraphRunner
-from profiler.models.loading import Pair, load_pair
+from profiler.models.loading import Pair, fingerprint, load_pair
 from profiler.profile import Settings, recorded_trace
 from profiler.prompts import Prompt, read_prompts
 from profiler.recording.run import BUNDLED, model_path
@@ -89,7 +89,8 @@ def run_trained(
     continues a short recording, and writes all files again, because the folder may have been
     emptied.
 
-    Raises DraftsimError if a pair is named and cannot be loaded.
+    Raises DraftsimError if a pair is named and cannot be loaded, or a stopped run of the stage had
+    other models or prompts.
     """
     on_features: Drafters = {}
     chat = False
@@ -130,7 +131,12 @@ class _Stage:
     ) -> None:  # fmt: skip
         self.place, self.pair, self.prompts = place, pair, prompts
         self.shape, self.drafters, self.chat = shape, drafters, chat
-        self.units = Units(place, "trained", pair=shape.name)
+        self.units = Units(
+            place, "trained", pair=shape.name, chat=chat,
+            prompts=[(p.id, p.digest) for p in prompts],
+            weights=[pair.meta[role]["fingerprint"] for role in ("target", "draft")],
+            drafters={name: fingerprint(drafter) for name, drafter in drafters.items()},
+        )  # fmt: skip
         self.left_out: list[str] = []
         self.results: dict[str, Any] = {"stage": "trained", "meta": place.meta()}
 
