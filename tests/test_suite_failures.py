@@ -154,6 +154,15 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forced_stage, "_unit", forced)
 
 
+def test_a_pair_without_a_draft_is_named_where_it_is_left_out(stand_ins: None, out: Path) -> None:
+    pairs = ("--pairs", SMALL, "codellama-7b", "--modes", "eager")
+    assert stage("forced", out, *pairs) == COMPLETE
+    assert stage("latency", out, "--pairs", *pairs[2:], "--profile") == COMPLETE
+    for name in ("forced", "latency"):
+        [why] = results(out, name)["left_out"]
+        assert why.startswith("codellama-7b has no draft model")
+
+
 def test_other_pairs_join_those_of_the_folder(stand_ins: None, out: Path) -> None:
     for name in ("latency", "forced"):
         assert stage(name, out, "--pairs", SMALL, "--modes", "eager") == COMPLETE

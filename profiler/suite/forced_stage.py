@@ -93,8 +93,13 @@ def run_forced(
     Raises DraftsimError for an unknown pair, for a folder of another device, or where nothing could
     be run.
     """
-    chosen = [p for p in chosen_pairs(pairs, place.quick) if p.draft is not None]
     units = Units(place, "forced")
+    chosen = []
+    for pair in chosen_pairs(pairs, place.quick):
+        if pair.draft is not None:
+            chosen.append(pair)
+        elif pairs:
+            units.limits[pair.name] = f"{pair.name} has no draft model: no runs to force"
     how = sorted(modes_here(units, modes), key=(GRAPH, EAGER, COMPILED).index)
     trace = forced_trace(place.quick)
     write_trace(trace, place.out / "forced-trace.parquet")

@@ -56,7 +56,7 @@ def run_latency(
             finally:
                 for name in named_of[pair.name]:
                     judge(units, name, units.get(name))
-            if profile and pair.draft is not None:
+            if profile:
                 _profile(units, pair, models, how)
             del models
             place.unsettle()
@@ -69,6 +69,11 @@ def run_latency(
 
 def _profile(units: Units, pair: PairShape, models: tuple[Any, Any], how: Sequence[str]) -> None:
     place = units.place
+    if pair.draft is None:
+        units.limit(
+            f"{pair.name}, profile", f"{pair.name} has no draft model: no rounds to profile"
+        )
+        return
     for mode in how:
         try:
             place.say(f"wrote {profile_rounds(place, pair.name, mode, models).name}")

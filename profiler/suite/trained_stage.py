@@ -95,8 +95,10 @@ def run_trained(
     on_features: Drafters = {}
     chat = False
     if target is None:
-        if drafters:
-            raise DraftsimError("--drafters are a given target's: name it with --target")
+        if draft or prompts or drafters:
+            raise DraftsimError(
+                "--draft, --prompts and --drafters are a given target's: name it with --target"
+            )
         pair, texts, record = trained_pair(
             place, place.work / "trained-pair", 0.5 if place.quick else 0.34 * place.seconds
         )
