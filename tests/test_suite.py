@@ -128,6 +128,15 @@ def test_wrong_requests_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["latency", "--device", "cpu", "--pairs", "gpt-5"], "--pairs 'gpt-5' is not one of llama"),
         (["latency", "--device", "cpu", "--dtype", "int8"], "'int8' is not one of float32"),
         (["unpack"], "holds no results of profiler.suite"),
+        (["unpack", "--quick"], "--quick is an option of latency, forced, trained, not of unpack"),
+        (["latency", "--target", "bundled"], "--target is an option of trained, not of latency"),
+        (["forced", "--profile"], "--profile is an option of latency, not of forced"),
+        (["trained", "--modes", "eager"], "--modes is an option of latency, forced, not of tr"),
+        (["trained", "--device", "cpu", "--draft", "bundled"], "name it with --target"),
+        (
+            ["forced", "--device", "cpu", "--quick", "--pairs", "codellama-7b"],
+            "nothing was run: codellama-7b has no draft model",
+        ),
     ):
         if "cuda" in arguments and torch.cuda.is_available():
             continue

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from profiler.features.checkpoint import write_drafter
 from profiler.features.drafters import Eagle3, EagleDrafter, Mtp, layer_config
@@ -27,7 +28,8 @@ from traces.store.files import read_latency, read_trace
 
 BASE = "bundled+bundled"
 PAIRS = (f"{BASE}+one", f"{BASE}+deep")
-OWN = ("--draft", "bundled", "--prompts", str(BUNDLED / "prompts.jsonl"))
+PROMPTS = BUNDLED / "prompts.jsonl"
+OWN = ("--draft", "bundled", "--prompts", str(PROMPTS))
 
 
 @pytest.fixture
@@ -127,6 +129,36 @@ def test_a_drafter_that_fails_leaves_the_others_and_is_tried_again(
     monkeypatch.setattr(checks, "measure_drafters", real)
     assert stage(out, folder / "one", folder / "deep") == COMPLETE
     assert set(read_measured(out / "trained-measured.parquet").times["pair"]) == set(PAIRS)
+
+
+def test_a_stopped_run_with_other_models_or_prompts_is_not_taken_over(
+    out: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    # Other weights, and other prompts under the same ids.
+    other = AutoModelForCausalLM.from_pretrained(BUNDLED / "draft")
+    with torch.no_grad():
+        other.get_output_embeddings().weight[:] *= 2
+    draft = out.parent / "other" / "bundled"
+    shutil.copytree(BUNDLED / "draft", draft)
+    other.save_pretrained(draft)
+    texts = out.parent / "prompts.jsonl"
+    texts.write_text(PROMPTS.read_text().replace("return", "yield"))
+
+    same = ["trained", "--device", "cpu", "--quick", "--out", str(out), "--target", "bundled"]
+    first = [*same, *OWN, "--drafters", str(folder / "one")]
+    monkeypatch.setattr(trained_stage._Stage, "run", stopped)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            main(first)
+    for options in (
+        ["--drafters", str(folder / "other" / "one")], ["--draft", str(draft)],
+        ["--prompts", str(texts)],
+    ):  # fmt: skip
+        assert main([*first, *options]) == REFUSED
+        assert "holds a stopped run with other settings" in capsys.readouterr().err
 
 
 def test_drafters_that_cannot_be_used_are_refused(

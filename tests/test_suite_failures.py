@@ -13,7 +13,7 @@ import pytest
 from profiler.suite import MODES, forced_stage, latency_stage, trained_stage
 from profiler.suite import pair as pair_latency
 from profiler.suite.__main__ import main
-from profiler.suite.environment import COMPLETE, FAILED, REFUSED, Workplace
+from profiler.suite.environment import COMPLETE, FAILED, REFUSED, UNFINISHED, Workplace
 from profiler.suite.trained_stage import QUICK_PROMPTS
 from tests.pretend_gpu import pretended
 from tests.suite_results import OTHER, SMALL, results
@@ -154,6 +154,15 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forced_stage, "_unit", forced)
 
 
+def test_a_pair_without_a_draft_is_named_where_it_is_left_out(stand_ins: None, out: Path) -> None:
+    pairs = ("--pairs", SMALL, "codellama-7b", "--modes", "eager")
+    assert stage("forced", out, *pairs) == COMPLETE
+    assert stage("latency", out, "--pairs", *pairs[2:], "--profile") == COMPLETE
+    for name in ("forced", "latency"):
+        [why] = results(out, name)["left_out"]
+        assert why.startswith("codellama-7b has no draft model")
+
+
 def test_other_pairs_join_those_of_the_folder(stand_ins: None, out: Path) -> None:
     for name in ("latency", "forced"):
         assert stage(name, out, "--pairs", SMALL, "--modes", "eager") == COMPLETE
@@ -166,6 +175,41 @@ def test_other_pairs_join_those_of_the_folder(stand_ins: None, out: Path) -> Non
     runs = read_measured(out / "forced-measured.parquet").times
     assert len(runs) == 8
     assert set(runs["pair"]) == {SMALL, OTHER}
+
+
+@pytest.mark.parametrize("name", ["latency", "forced"])
+def test_results_stay_until_new_ones_replace_them(
+    name: str, stand_ins: None, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, measure = {
+        "latency": (latency_stage, "_measure_pair"), "forced": (forced_stage, "_unit")
+    }[name]  # fmt: skip
+    unit = {"cells": [], "rows": [], "repeats": 0, "groups": 0, "unfinished": ["all"]}
+
+    def late(*some: Any) -> Any:
+        if name == "latency":
+            some[4].put(f"{SMALL}.eager", unit)
+        return unit
+
+    def stopped(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def held() -> Any:
+        [table] = out.glob("*latency.parquet" if name == "latency" else "*measured.parquet")
+        return results(out, name)["units"], table.read_bytes()
+
+    pair = ("--pairs", SMALL, "--modes", "eager")
+    assert stage(name, out, *pair) == COMPLETE
+    before = held()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, measure, late)
+        assert stage(name, out, *pair) == UNFINISHED
+        assert held() == before
+        patch.setattr(module, measure, stopped)
+        with pytest.raises(KeyboardInterrupt):
+            stage(name, out, *pair)
+        assert held() == before
+    assert stage(name, out, *pair) == COMPLETE
 
 
 def test_a_folder_is_of_one_device(

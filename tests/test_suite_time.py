@@ -45,9 +45,8 @@ def test_a_forced_stage_out_of_time_goes_on_with_what_is_left(
         return result
 
     monkeypatch.setattr(forced_stage, "_unit", unit)
-    with monkeypatch.context() as patch:
-        patch.setattr(Workplace, "left", property(lambda self: 100.0))
-        assert forced_stage.run_forced(place, [SMALL], MODES[:2]).status == UNFINISHED
+    monkeypatch.setattr(Workplace, "left", property(lambda self: 100.0))
+    assert forced_stage.run_forced(place, [SMALL], MODES[:2]).status == UNFINISHED
     assert done == ["graph.1", "eager.1", "late"]
     assert "the same command on this machine goes on" in " ".join(capsys.readouterr().err.split())
     left_out = results(place.out, "forced")["left_out"]
@@ -77,6 +76,7 @@ def test_a_latency_stage_out_of_time_goes_on_with_its_parts(
     assert latency_stage.run_latency(place, [SMALL], ["eager"]).status == COMPLETE
     unit = results(place.out, "latency")["units"][f"{SMALL}.eager"]
     assert not unit["unfinished"]
+    assert unit["seconds"] > first["seconds"]
     assert not [text for text in unit["skipped"] if "time" in text]
     after = read_latency(place.out / "latency.parquet").cells
     assert set(after["phase"]) >= {"host_round", "signal"}
@@ -84,6 +84,15 @@ def test_a_latency_stage_out_of_time_goes_on_with_its_parts(
     kept = after.merge(before, on=list(before.columns))
     assert len(kept) == len(before)
     assert not place.work.exists()
+
+
+@pytest.mark.parametrize("name", ["latency", "forced"])
+def test_a_stage_without_any_time_is_unfinished(name: str, out: Path) -> None:
+    options = ("--pairs", SMALL, "--modes", "eager", "--seconds", "0")
+    assert main([name, "--device", "cpu", "--quick", "--out", str(out), *options]) == UNFINISHED
+    found = results(out, name)
+    assert found["late"]
+    assert not found["units"]
 
 
 def test_parts_after_the_deadline_are_left(
@@ -116,6 +125,9 @@ def test_a_trained_stage_out_of_time_names_what_is_left_and_goes_on(
     real = Workplace.check_time
     late = [True]
 
+    def out_of_time(*_: Any) -> Any:
+        raise NoTimeError("no time left")
+
     def check(self: Workplace) -> None:
         if late[0]:
             raise NoTimeError("no time left")
@@ -129,9 +141,26 @@ def test_a_trained_stage_out_of_time_names_what_is_left_and_goes_on(
     assert found["left_out"] == [f"{name}: no time left" for name in names]
     assert (tmp_path / "trained-trace.parquet").is_file()
     late[0] = False
+    with monkeypatch.context() as patch:
+        patch.setattr(PairMeasurement, "layers", out_of_time)
+        assert main(arguments) == UNFINISHED
+    found = results(tmp_path, "trained")
+    why = "no time left for target, layer by layer, draft, layer by layer"
+    assert found["left_out"] == [f"latency, {mode}: {why}" for mode in ("eager", "graph")]
+    assert not found["complete"]
+    before = read_latency(tmp_path / "trained-latency.parquet").cells
+    # Again, only what is left is measured, and what was measured is written in any case.
+    monkeypatch.setattr(PairMeasurement, "passes", out_of_time)
+    late[0] = True
+    assert main(arguments) == UNFINISHED
+    assert read_latency(tmp_path / "trained-latency.parquet").cells.equals(before)
+    late[0] = False
     assert main(arguments) == 0
     found = results(tmp_path, "trained")
     assert not found["left_out"]
+    after = read_latency(tmp_path / "trained-latency.parquet").cells
+    assert len(after.merge(before, on=list(before.columns))) == len(before)
+    assert "layer" in set(after["phase"]) - set(before["phase"])
     check_files(tmp_path)
     assert (tmp_path / "trained-measured.parquet").is_file()
     assert not open_workplace("cpu", tmp_path, seconds=1, quick=True).work.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,32 @@ def test_miniatures_say_so_in_their_name(tmp_path: Path) -> None:
     write_latencies(tmp_path / "out", cells(PAIRS[0], "eager"), quick)
     assert main(["unpack", "--out", str(tmp_path / "out"), "--into", str(tmp_path / "in")]) == 0
     assert [f.name for f in (tmp_path / "in").iterdir()] == [f"h200-quick-{PAIRS[0]}-eager"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"dtype": "float32"}, {"device": "NVIDIA H100"}, {"versions": {"torch": "2.12.0"}}],
+    ids=["dtype", "device", "torch"],
+)
+def test_other_settings_are_not_mixed_into_a_folder(
+    other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Long names of devices are cut and can be alike.
+    monkeypatch.setattr("profiler.suite.unpack.device_name", lambda meta: "gpu")
+    meta = {**META, "dtype": "bfloat16", "versions": {"torch": "2.11.0"}}
+    one, two = tmp_path / "one", tmp_path / "two"
+    write_latencies(one / "latency", cells(PAIRS[0], "eager"), meta)
+    write_forced(two / "forced", PAIRS[:1], meta={**meta, **other})
+    assert main(["unpack", "--out", str(one), "--into", str(tmp_path / "in")]) == 0
+    shutil.copytree(one, two, dirs_exist_ok=True)
+    for into in ("in", "new"):
+        assert main(["unpack", "--out", str(two), "--into", str(tmp_path / into)]) == 2
+        error = capsys.readouterr().err.strip()
+        assert "unpack --into another folder" in error
+        assert all(str(v) in error for v in (*other.values(), "bfloat16") if isinstance(v, str))
+        assert "\n" not in error
+        held = {f.name for f in (tmp_path / into / f"gpu-{PAIRS[0]}-eager").iterdir()}
+        assert not {"latency.parquet", "measured.parquet"} <= held
 
 
 def test_a_sampled_recording_lies_next_to_its_trace(tmp_path: Path) -> None:

@@ -17,7 +17,14 @@ from profiler.suite import MODES
 if TYPE_CHECKING:
     from profiler.suite.environment import Units, Workplace
 
-STAGES = ("latency", "forced", "trained", "unpack")
+RUN = ("device", "dtype", "seconds", "quick")
+OPTIONS = {
+    "latency": (*RUN, "pairs", "modes", "profile"),
+    "forced": (*RUN, "pairs", "modes"),
+    "trained": (*RUN, "target", "draft", "prompts", "drafters"),
+    "unpack": ("into",),
+}
+"""Options of each stage; all have ``--out``."""
 SECONDS = 490.0
 """A stage stops starting new work in time to end within nine minutes."""
 
@@ -25,11 +32,13 @@ SECONDS = 490.0
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     line = argparse.ArgumentParser(prog="python -m profiler.suite", description="Calibrate a GPU.")
-    line.add_argument("stage", choices=STAGES)
+    line.add_argument("stage", choices=OPTIONS)
     line.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
     line.add_argument("--out", type=Path, required=True, help="folder for the recordings")
     line.add_argument("--dtype", help="bfloat16, float16 or float32; bfloat16 where there is one")
-    line.add_argument("--pairs", nargs="+", metavar="PAIR", help="some of the pairs, by name")
+    line.add_argument(
+        "--pairs", nargs="+", metavar="PAIR", help="latency, forced: some of the pairs, by name"
+    )
     line.add_argument(
         "--modes", nargs="+", choices=MODES, help="latency, forced: some of the modes"
     )
@@ -64,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from traces.errors import DraftsimError
 
     try:
+        _check(options)
         if options.stage == "unpack":
             from profiler.suite.unpack import unpack
 
@@ -87,6 +97,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return FAILED
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise DraftsimError for an option that the stage does not have."""
+    from traces.errors import DraftsimError
+
+    known, asked = parser(), options.stage
+    for name, value in vars(options).items():
+        stages = [stage for stage, names in OPTIONS.items() if name in names]
+        if stages and asked not in stages and value != known.get_default(name):
+            raise DraftsimError(
+                f"--{name} is an option of {', '.join(stages)}, not of {asked}: leave it out"
+            )
 
 
 def _run(options: argparse.Namespace) -> int:

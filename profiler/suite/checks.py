@@ -185,7 +185,7 @@ class DrafterPair:
         """Record what it drafts along `trace`, and time its passes.
 
         As many requests as `seconds` hold, one at least, go into the file at `path`.  ``cells`` are
-        the target's, launched kernel by kernel; returned are those of the pair the two make.
+        the target's, which `with_own` will combine with those returned.
 
         Raises DraftsimError if there are none.
         """
@@ -199,7 +199,7 @@ class DrafterPair:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = write_within(made, self.path)
         self.place.say(f"{self.pair_name}: recorded {kept} of {len(trace.requests)} prompts")
-        return {"trace": self.path.name, "requests": kept, "cells": self._timed(cells)}
+        return {"trace": self.path.name, "requests": kept, "cells": self._timed()}
 
     def _recorded(self, trace: Trace) -> Trace:
         self.place.check_time()
@@ -207,16 +207,23 @@ class DrafterPair:
         found = record_sources(self.pair.target, trace, self._modules, how, only=only)
         return drafted_trace(trace, self.source, found)
 
-    def _timed(self, cells: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """Return the target's cells, with the drafter's instead of the draft model's."""
+    def _timed(self) -> list[list[Any]]:
         place = self.place
         widths, contexts = ((1, 2), (16, 48)) if place.quick else ((1, 2, 3, 5, 9), (64, 384))
         repeats = 1 if place.quick else 5
         limit = int(self.pair.target.config.get_text_config().max_position_embeddings)
         target = LayerRunner(self.pair.target, min(limit, max(contexts) + max(widths)))
         place.check_time()
-        own = measure_drafters(target, self._modules, repeats, widths, contexts)
-        table = LatencyTable(table_of([*cells, *rows_of(own)]))
+        return rows_of(measure_drafters(target, self._modules, repeats, widths, contexts))
+
+    def with_own(
+        self, cells: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]
+    ) -> list[list[Any]]:
+        """Return the target's cells, launched kernel by kernel, with the drafter's `own`.
+
+        The draft model's are left out.
+        """
+        table = LatencyTable(table_of([*cells, *own]))
         return rows_of(with_drafter(table, self.source.key).cells)
 
     def run(self, checks: Checks, seconds: float) -> dict[str, Any]:

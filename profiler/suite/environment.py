@@ -199,15 +199,16 @@ def unfinished(unit: Unit | None) -> bool:
 class Units:
     """The units of work of a stage: those finished, and what is left undone.
 
-    `units` are those that the stage's folder holds (`join`), those of a stopped run, which the
-    stage continues, and those finished now.  Units that failed or came too late stay unfinished;
-    the same command tries them again.
+    `units` are those of the results: those of this run, which a stopped one may have begun, and
+    those that the stage's folder holds (`join`).  Units that failed or came too late stay
+    unfinished; the same command tries them again.  ``rows`` names the field of a unit that the
+    stage's table holds.
 
     Raises DraftsimError if the folder holds a stopped run with other settings.
     """
 
-    def __init__(self, place: Workplace, stage: str, **settings: Any) -> None:
-        self.place, self.stage = place, stage
+    def __init__(self, place: Workplace, stage: str, rows: str = "rows", **settings: Any) -> None:
+        self.place, self.stage, self._rows = place, stage, rows
         self._kept = Checkpoint(place.work / stage, {**settings, "plan": 2, "meta": place.meta()})
         read = ((name, self._kept.get_json(name)) for name in self._kept.names())
         self._own: dict[str, Unit] = {name: unit for name, unit in read if unit is not None}
@@ -263,22 +264,31 @@ class Units:
         write()
 
     def get(self, name: str) -> Unit | None:
-        """Return the results of a unit that was finished before, or None."""
+        """Return a unit of this run, or of the stopped one that it continues, or None."""
         return self._own.get(name)
 
     def put(self, name: str, unit: Unit) -> None:
-        """Keep a finished unit."""
-        self.units[name] = self._own[name] = unit
+        """Keep a unit."""
+        self._own[name] = unit
         self._kept.put_json(name, unit)
+        self._file(name, unit)
+
+    def _file(self, name: str, unit: Unit) -> None:
+        """Let a unit take the place of an earlier run's in `units`, unless that one holds more."""
+        old = self.units.get(name, {"unfinished": True})
+        before, now = (len(one.get(self._rows, ())) for one in (old, unit))
+        if not unfinished(unit) or (unfinished(old) and before <= now):
+            self.units[name] = unit
 
     def join(
-        self, again: Collection[str], key: str, rows: Callable[[], Mapping[str, list[list[Any]]]]
-    ) -> None:
-        """Take over the units of the stage's JSON in its folder, but those to be measured `again`.
+        self, again: Collection[str], table: str,
+        rows: Callable[[Path], Mapping[str, list[list[Any]]]],
+    ) -> None:  # fmt: skip
+        """Take over the units that the stage's folder holds, until this run has better ones.
 
-        ``rows`` reads the rows of its table by unit, which are filed under `key`.
+        ``again`` names those to be measured again.  ``rows`` reads the file `table` by unit.
 
-        Raises DraftsimError if they were measured with other settings, or a file is damaged: a
+        Raises DraftsimError if others were measured with other settings, or a file is damaged: a
         folder is of one device, dtype and set of library versions.
         """
         path = self.place.out / f"{self.stage}.json"
@@ -286,25 +296,30 @@ class Units:
             return
         try:
             document = parse_json(path.read_text())
-            named = [name for name in document["units"] if name not in again]
-            meta = document["meta"]
-        except (ValueError, KeyError, TypeError) as error:
+            held = {name: dict(unit) for name, unit in document["units"].items()}
+            meta = dict(document["meta"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DraftsimError(f"{path} is damaged ({error}): use another --out") from None
         own = parse_json(json.dumps(self.place.meta()))
         other = sorted(k for k in {*own, *meta} if own.get(k) != meta.get(k))
-        if named and other:
+        if other and set(held) <= set(again):
+            return
+        if other:
             raise DraftsimError(
                 f"{path} holds figures measured with another {', '.join(other)}: one --out holds "
                 "one device and its settings; use another"
             )
-        tabled = rows() if named else {}
-        earlier = {n: {**document["units"][n], key: tabled.get(n, [])} for n in named}
-        self.units = {**earlier, **self._own}
+        measured = self.place.out / table
+        tabled = rows(measured) if measured.is_file() else {}
+        self.units = {n: {**held[n], self._rows: r} for n, r in tabled.items() if n in held}
+        for name, unit in self._own.items():
+            self._file(name, unit)
 
-    def write(self, key: str) -> None:
-        """Write the stage's JSON: its units but for their rows, which are filed under `key`."""
+    def write(self) -> None:
+        """Write the stage's JSON: its units but for their rows, which the table holds."""
         units = {
-            name: {k: v for k, v in unit.items() if k != key} for name, unit in self.units.items()
+            name: {k: v for k, v in unit.items() if k != self._rows}
+            for name, unit in self.units.items()
         }
         results = {
             "stage": self.stage, "meta": self.place.meta(), **self.summary(),

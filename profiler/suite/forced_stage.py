@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -37,7 +38,7 @@ from profiler.suite.checks import (
     planned_policies,
     run_rows,
 )
-from profiler.suite.environment import Units, Workplace, unfinished
+from profiler.suite.environment import COMPLETE, Units, Workplace, unfinished
 from profiler.suite.latency_stage import build_or_none, chosen_pairs, modes_here
 from profiler.suite.pair import make_runner, pass_cells
 from traces.acceptance.synthetic import Bursty, synthetic_trace
@@ -93,8 +94,13 @@ def run_forced(
     Raises DraftsimError for an unknown pair, for a folder of another device, or where nothing could
     be run.
     """
-    chosen = [p for p in chosen_pairs(pairs, place.quick) if p.draft is not None]
     units = Units(place, "forced")
+    chosen = []
+    for pair in chosen_pairs(pairs, place.quick):
+        if pair.draft is not None:
+            chosen.append(pair)
+        elif pairs:
+            units.limits[pair.name] = f"{pair.name} has no draft model: no runs to force"
     how = sorted(modes_here(units, modes), key=(GRAPH, EAGER, COMPILED).index)
     trace = forced_trace(place.quick)
     write_trace(trace, place.out / "forced-trace.parquet")
@@ -105,7 +111,7 @@ def run_forced(
         for some in batches for pair in chosen for batch in some for mode in how
     ]  # fmt: skip
     asked = {unit.name for unit in every}
-    units.join(asked, "rows", lambda: _rows(place))
+    units.join(asked, "forced-measured.parquet", _rows)
     todo = [unit for unit in every if unfinished(units.get(unit.name))]
 
     def attempt(unit: Unit, models: tuple[Any, Any]) -> None:
@@ -145,7 +151,7 @@ def run_forced(
                 _write(units)
             del models
             place.unsettle()
-        if not units.failed and not asked & set(units.units):
+        if units.status == COMPLETE and not any(map(units.get, asked)):
             raise DraftsimError("nothing was run: " + "; ".join(units.notes))
     if units.late:
         place.say(f"left: {', '.join(units.late)}; --pairs gives one pair all the time")
@@ -153,9 +159,9 @@ def run_forced(
     return units
 
 
-def _rows(place: Workplace) -> dict[str, list[list[Any]]]:
-    """Return the runs in the folder's table, by unit."""
-    times = read_measured(place.out / "forced-measured.parquet").times[list(COLUMNS)]
+def _rows(path: Path) -> dict[str, list[list[Any]]]:
+    """Return the runs in a folder's table, by unit."""
+    times = read_measured(path).times[list(COLUMNS)]
     return {
         ".".join(map(str, unit)): part.values.tolist()
         for unit, part in times.groupby(["pair", "mode", "batch"])
@@ -213,4 +219,4 @@ def _write(units: Units) -> None:
         meta = {"kernels": KERNELS, **units.place.meta()}
         runs = MeasuredRuns(pd.DataFrame(rows, columns=list(COLUMNS)), meta)
         write_measured(runs, units.place.out / "forced-measured.parquet")
-    units.write("rows")
+    units.write()

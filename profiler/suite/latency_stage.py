@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import compiler_missing
 from profiler.suite import COMPILED, KERNELS, MODES
-from profiler.suite.environment import Units, Workplace, unfinished
+from profiler.suite.environment import COMPLETE, Unit, Units, Workplace, unfinished
 from profiler.suite.pair import FULL, QUICK, RANKS, PairMeasurement, profile_rounds, table_of
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -36,11 +37,11 @@ def run_latency(
     be measured.
     """
     chosen = chosen_pairs(pairs, place.quick)
-    units = Units(place, "latency")
+    units = Units(place, "latency", rows="cells")
     how = modes_here(units, modes)
     named_of = {p.name: [f"{p.name}.{mode}" for mode in how] for p in chosen}
     asked = {name for names in named_of.values() for name in names}
-    units.join(asked, "cells", lambda: _rows(place))
+    units.join(asked, "latency.parquet", _rows)
     todo = [p for p in chosen if any(unfinished(units.get(name)) for name in named_of[p.name])]
     with units.closing(lambda: _write(units)):
         for i, pair in enumerate(todo):
@@ -54,13 +55,13 @@ def run_latency(
                 _measure_pair(place, pair, models, share, units, how)
             finally:
                 for name in named_of[pair.name]:
-                    _judge(units, name)
-            if profile and pair.draft is not None:
+                    judge(units, name, units.get(name))
+            if profile:
                 _profile(units, pair, models, how)
             del models
             place.unsettle()
             _write(units)
-        if not asked & set(units.units):
+        if units.status == COMPLETE and not any(map(units.get, asked)):
             raise DraftsimError("nothing was measured: " + "; ".join(units.notes))
     units.close()
     return units
@@ -68,6 +69,11 @@ def run_latency(
 
 def _profile(units: Units, pair: PairShape, models: tuple[Any, Any], how: Sequence[str]) -> None:
     place = units.place
+    if pair.draft is None:
+        units.limit(
+            f"{pair.name}, profile", f"{pair.name} has no draft model: no rounds to profile"
+        )
+        return
     for mode in how:
         try:
             place.say(f"wrote {profile_rounds(place, pair.name, mode, models).name}")
@@ -87,9 +93,8 @@ def modes_here(units: Units, modes: Sequence[str] | None) -> list[str]:
     return asked
 
 
-def _judge(units: Units, name: str) -> None:
-    """Note the missing parts of a unit as failed or late."""
-    unit = units.get(name)
+def judge(units: Units, name: str, unit: Unit | None) -> None:
+    """Note the missing parts of a measurement (`PairMeasurement.unit`) as failed or late."""
     if unit is None:
         units.late[name] = "no time left"
         return
@@ -99,10 +104,10 @@ def _judge(units: Units, name: str) -> None:
         units.late[name] = f"no time left for {', '.join(late)}"
 
 
-def _rows(place: Workplace) -> dict[str, list[list[Any]]]:
-    """Return the cells in the folder's table, by unit."""
+def _rows(path: Path) -> dict[str, list[list[Any]]]:
+    """Return the cells in a folder's table, by unit."""
     found: dict[str, list[list[Any]]] = {}
-    for model, *rest in read_latency(place.out / "latency.parquet").cells.values.tolist():
+    for model, *rest in read_latency(path).cells.values.tolist():
         pair, mode, name = model.split("/")
         found.setdefault(f"{pair}.{mode}", []).append([name, *rest])
     return found
@@ -161,11 +166,12 @@ def _measure_pair(
     """Measure all modes rank by rank, so that every mode has its important parts first."""
     begin = time.monotonic()
     plan = QUICK if place.quick else FULL
+    kept = {mode: units.get(f"{pair.name}.{mode}") for mode in how}
     modes = {
-        mode: PairMeasurement(place, pair, mode, models, plan, begin + share, kept)
-        for mode in how if unfinished(kept := units.get(f"{pair.name}.{mode}"))
+        mode: PairMeasurement(place, pair, mode, models, plan, begin + share, unit)
+        for mode, unit in kept.items() if unfinished(unit)
     }  # fmt: skip
-    spent = dict.fromkeys(modes, 0.0)
+    spent = {mode: (unit or {}).get("seconds", 0.0) for mode, unit in kept.items()}
     for rank in RANKS:
         for k, (mode, measured) in enumerate(modes.items()):
             now = time.monotonic()
@@ -213,7 +219,7 @@ def _write(units: Units) -> None:
     if rows:
         shapes = {p.name: shapes_of(p) for p in chosen_pairs(None, place.quick)}
         write_table(place, rows, shapes, "latency.parquet")
-    units.write("cells")
+    units.write()
 
 
 def shapes_of(pair: PairShape) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from profiler.latency.table import Grid
 from profiler.machine import NoTimeError
 from profiler.models.architectures import DecoderShape, PairShape
 from profiler.models.graphs import GraphRunner
-from profiler.models.loading import Pair, load_pair
+from profiler.models.loading import Pair, fingerprint, load_pair
 from profiler.profile import Settings, recorded_trace
 from profiler.prompts import Prompt, read_prompts
 from profiler.recording.run import BUNDLED, model_path
@@ -49,7 +49,7 @@ from profiler.suite.environment import (
     write_results,
     write_within,
 )
-from profiler.suite.latency_stage import named, shapes_of, write_table
+from profiler.suite.latency_stage import judge, named, shapes_of, write_table
 from profiler.suite.pair import FULL, QUICK, PairMeasurement
 from profiler.train.minutes import DRAFT, TARGET, Trained, train_pair
 from traces.acceptance.sampling import Sampling
@@ -89,13 +89,16 @@ def run_trained(
     continues a short recording, and writes all files again, because the folder may have been
     emptied.
 
-    Raises DraftsimError if a pair is named and cannot be loaded.
+    Raises DraftsimError if a pair is named and cannot be loaded, or a stopped run of the stage had
+    other models or prompts.
     """
     on_features: Drafters = {}
     chat = False
     if target is None:
-        if drafters:
-            raise DraftsimError("--drafters are a given target's: name it with --target")
+        if draft or prompts or drafters:
+            raise DraftsimError(
+                "--draft, --prompts and --drafters are a given target's: name it with --target"
+            )
         pair, texts, record = trained_pair(
             place, place.work / "trained-pair", 0.5 if place.quick else 0.34 * place.seconds
         )
@@ -130,7 +133,12 @@ class _Stage:
     ) -> None:  # fmt: skip
         self.place, self.pair, self.prompts = place, pair, prompts
         self.shape, self.drafters, self.chat = shape, drafters, chat
-        self.units = Units(place, "trained", pair=shape.name)
+        self.units = Units(
+            place, "trained", pair=shape.name, chat=chat,
+            prompts=[(p.id, p.digest) for p in prompts],
+            weights=[pair.meta[role]["fingerprint"] for role in ("target", "draft")],
+            drafters={name: fingerprint(drafter) for name, drafter in drafters.items()},
+        )  # fmt: skip
         self.left_out: list[str] = []
         self.results: dict[str, Any] = {"stage": "trained", "meta": place.meta()}
 
@@ -145,21 +153,22 @@ class _Stage:
         self, name: str, make: Callable[[Any], dict[str, Any]], needs: Any = True
     ) -> dict[str, Any]:
         """Return a part's results, from now or before; empty if it failed or cannot run."""
-        if (unit := self.units.get(name)) is not None and not unfinished(unit):
-            return unit
+        kept = self.units.get(name) or {}
+        if kept and not unfinished(kept):
+            return kept
         if needs is None:
             self.units.fail(name, "the recording that it needs failed")
-            return {}
+            return kept
         try:
             self.place.check_time()
             unit = make(needs)
         except NoTimeError:
             self.units.late[name] = "no time left"
-            return {}
+            return kept
         except (DraftsimError, RuntimeError) as error:
             self.units.fail(name, error)
             self.place.release()
-            return {}
+            return kept
         self.units.put(name, unit)
         return unit
 
@@ -234,7 +243,8 @@ class _Stage:
             return {"cells": []}
         shutil.copyfile(of.path, self.place.out / of.path.name)
         runs = self.part(f"{of.pair_name}, runs", lambda known: of.run(known, share), checks)
-        return {**own, **runs, "cells": named(own["cells"], of.pair_name, EAGER)}
+        rows = of.with_own(eager, own["cells"])
+        return {**own, **runs, "cells": named(rows, of.pair_name, EAGER)}
 
     def _write_latency(self, rows: Sequence[Sequence[Any]]) -> None:
         """Write the table of all modes and drafters, if there is anything in it."""
@@ -254,27 +264,28 @@ class _Stage:
 def measure_modes(place: Workplace, pair: Pair, shape: PairShape, stage: Units) -> dict[str, Any]:
     """Measure the pair's passes in the modes of real decoding, 4% of the stage's time for each.
 
-    Returns its ``cells``, models named ``pair/mode/model``, and what else was measured.
+    Parts that were measured before the stage was started again are not repeated.  Returns its
+    ``cells``, models named ``pair/mode/model``, and what else was measured.
 
     Raises NoTimeError if there was no time for any.
     """
+    before = stage.get("latency") or {"latency": {}, "cells": []}
     rows: list[list[Any]] = []
     units: dict[str, Any] = {}
     grid = replace(QUICK.grid, batches=(1,)) if place.quick else GRID
     plan = replace(QUICK if place.quick else FULL, grid=grid)
     for mode in TRAINED_MODES:
         end = time.monotonic() + 0.04 * place.seconds
-        measured = PairMeasurement(place, shape, mode, (pair.target, pair.draft), plan, end)
+        kept = {**before["latency"].get(mode, {}), "cells": of_mode(before["cells"], mode)}
+        measured = PairMeasurement(place, shape, mode, (pair.target, pair.draft), plan, end, kept)
         measured.run()
-        for name, why in measured.failed.items():
-            stage.failed[f"latency, {mode}, {name}"] = why
         rows += named(measured.cells, shape.name, mode)
         unit = measured.unit()
+        judge(stage, f"latency, {mode}", unit)
         units[mode] = {k: v for k, v in unit.items() if k != "cells"}
     if not rows:
         raise NoTimeError("no time left")
-    failed = any(unit["failed"] for unit in units.values())
-    return {"latency": units, "cells": rows, "unfinished": failed}
+    return {"latency": units, "cells": rows, "unfinished": any(map(unfinished, units.values()))}
 
 
 def of_mode(rows: Sequence[Sequence[Any]], mode: str) -> list[list[Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
 from traces.store.engine_runs import MeasuredRuns, read_measured, write_measured
 from traces.store.files import read_latency, write_latency
@@ -32,7 +32,8 @@ def unpack(out: Path, into: Path) -> list[Path]:
     (``--quick``) say that they are.
     `out` holds the files of one stage or more, or a folder per stage.  Returns the folders.
 
-    Raises DraftsimError if there is nothing of the suite in `out`, or a file is damaged.
+    Raises DraftsimError if there is nothing of the suite in `out`, a file is damaged, or a folder
+    would get results of two devices, dtypes or versions of torch.
     """
     found = [
         (stage, folder, read_object(folder / f"{stage}.json"))
@@ -43,26 +44,27 @@ def unpack(out: Path, into: Path) -> list[Path]:
         raise DraftsimError(
             f"{out} holds no results of profiler.suite: run a stage with --out {out}"
         )
-    made: dict[str, Path] = {}
+    made: dict[Path, None] = {}
     for stage, folder, results in found:
         latency, measured, trace = STAGES[stage]
+        setting = _setting(folder / f"{stage}.json", results)
         device = device_name(results["meta"])
         units: set[tuple[str, str]] = set()
         if latency and (folder / latency).is_file():
             table = read_latency(folder / latency)
             for pair, mode in sorted({tuple(m.split("/")[:2]) for m in table.cells["model"]}):
-                place = _folder(into, device, pair, mode, made)
+                place = _folder(into / f"{device}-{pair}-{mode}", setting, made)
                 write_latency(tables_of(table, pair, mode), place / "latency.parquet")
                 units.add((pair, mode))
         if measured and (folder / measured).is_file():
             runs = read_measured(folder / measured)
             for (pair, mode), part in runs.times.groupby(["pair", "mode"]):
-                place = _folder(into, device, str(pair), str(mode), made)
+                place = _folder(into / f"{device}-{pair}-{mode}", setting, made)
                 times = part.drop(columns=["pair", "mode"]).reset_index(drop=True)
                 write_measured(MeasuredRuns(times, runs.meta), place / "measured.parquet")
                 units.add((str(pair), str(mode)))
         for pair, mode in sorted(units):
-            place = _folder(into, device, pair, mode, made)
+            place = into / f"{device}-{pair}-{mode}"
             _provenance(place, stage, results, f"{pair}.{mode}")
             # A drafter's pair has a trace of its own.
             own = results.get("drafters", {}).get(pair, {}).get("trace")
@@ -70,7 +72,7 @@ def unpack(out: Path, into: Path) -> list[Path]:
             laid = {n: folder / f for n, f in files.items() if f and (folder / f).is_file()}
             if "trace.parquet" in laid:
                 _place_trace(laid, device, place)
-    return list(made.values())
+    return list(made)
 
 
 def _place_trace(files: Mapping[str, Path], device: str, place: Path) -> None:
@@ -113,12 +115,28 @@ def device_name(meta: dict[str, Any]) -> str:
     return f"{name}-quick" if meta.get("quick") else name
 
 
-def _folder(into: Path, device: str, pair: str, mode: str, made: dict[str, Path]) -> Path:
-    name = f"{device}-{pair}-{mode}"
-    if name not in made:
-        made[name] = into / name
-        made[name].mkdir(parents=True, exist_ok=True)
-    return made[name]
+def _setting(path: Path, results: Any) -> list[str]:
+    """Return device, dtype and version of torch of results, which the file at `path` holds."""
+    try:
+        meta = dict(results["meta"])
+        torch = dict(meta.get("versions", {})).get("torch")
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileError(f"{path} is damaged ({error}): run the stage or unpack again") from None
+    return [str(meta.get("device")), str(meta.get("dtype")), f"torch {torch}"]
+
+
+def _folder(place: Path, setting: list[str], made: dict[Path, None]) -> Path:
+    """Make the folder `place`; DraftsimError if it holds what was measured in another setting."""
+    path = place / "provenance.json"
+    for results in (read_object(path) if path.is_file() else {}).values():
+        if (other := _setting(path, results)) != setting:
+            raise DraftsimError(
+                f"{place} holds results of {', '.join(other)}, and --out has some of "
+                f"{', '.join(setting)}: unpack --into another folder"
+            )
+    place.mkdir(parents=True, exist_ok=True)
+    made[place] = None
+    return place
 
 
 def _provenance(place: Path, stage: str, results: dict[str, Any], unit: str) -> None:
