@@ -292,7 +292,7 @@ def observed_trace(
         say(
             f"{found.label}: tokens per round are known to within ±{found.error:.1%} (95%) from "
             f"{counted(found.rounds or 0, 'round')}"
-            + (", fewer than the intervals assume" if alike < FEWEST else "")
+            + (", too few for the intervals, which are narrower" if alike < FEWEST else "")
         )
     if found.note:
         say(f"{found.label}: {found.note}")
