@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,22 @@ def test_an_engine_apart_keeps_its_own_defaults() -> None:
     options = EngineOptions("m", eagle="h", more={"enforce_eager": False})
     plain = arguments(options)
     assert not {"enforce_eager", "async_scheduling", "speculative_config"} & set(plain)
+
+
+def test_an_engine_apart_has_the_threads_of_the_measured_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU vLLM binds its worker to all processors but one, unless it is told not to."""
+    told: dict[str, str] = {}
+
+    def ran(command: Sequence[str], env: dict[str, str], **_: Any) -> Any:
+        told.update(env)
+        Path(command[-1]).write_text('{"speeds": {}, "settings": {}}')
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", ran)
+    vllm.run_apart(EngineOptions("m", threads=3), {}, {}, 1)
+    assert (told["OMP_NUM_THREADS"], told["VLLM_CPU_OMP_THREADS_BIND"]) == ("3", "nobind")
 
 
 def test_a_pairs_latencies_are_not_replaced_by_an_engines(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.engines.engine import EngineOptions
-from profiler.engines.vllm.engine import measured_arguments, plain_arguments
+from profiler.engines.vllm.engine import environment, measured_arguments, plain_arguments
 from traces.errors import DraftsimError
 from traces.store.engine_runs import Apart, Demand, PlannedRequest, Speed
 from traces.store.text import read_object
@@ -65,13 +65,15 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         asked, told = Path(scratch) / "asked.json", Path(scratch) / "told.json"
         document = {
-            "arguments": given, "repeats": repeats, "threads": threads,
+            "arguments": given, "repeats": repeats,
             "loads": {load: own._asdict() for load, own in demands.items()},
             "prompts": {str(i): list(ids) for i, ids in prompts.items()},
         }  # fmt: skip
         asked.write_text(json.dumps(document))
         command = [sys.executable, "-m", "profiler.engines.vllm.apart", str(asked), str(told)]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            command, env=environment(threads), capture_output=True, text=True, check=False
+        )
         if ran.returncode or not told.is_file():
             for line in (ran.stdout + ran.stderr).splitlines()[-TAIL:]:
                 print(line, file=sys.stderr)
@@ -117,14 +119,10 @@ def timed(
 
 def main(asked: Path, told: Path) -> None:
     """Run the loads of the file `asked` in vLLM and write their speeds to `told`."""
-    import os
-
-    given = read_object(asked, "run it again")
-    os.environ["OMP_NUM_THREADS"] = str(given["threads"])
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
+    given = read_object(asked, "run it again")
     llm = LLM(**given["arguments"])
     engine, prompts = llm.llm_engine, given["prompts"]
     words = not given["arguments"].get("skip_tokenizer_init")
