@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -21,7 +22,13 @@ from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
 from profiler.engines.vllm.apart import arguments, timed
 from profiler.engines.vllm.server import arguments as of_server
-from simulator.engines import Workload, drawn_trace, synthetic_rows, with_defaults
+from simulator.engines import (
+    Workload,
+    drawn_trace,
+    figures_of,
+    synthetic_rows,
+    with_defaults,
+)
 from simulator.serving import ClosedLoop, Limits, simulate
 from tests.conftest import Run
 from traces.errors import DraftsimError
@@ -80,6 +87,15 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
 def test_timed_requests_wait_for_their_times() -> None:
     engine, speed = run_of([PlannedRequest(0, 0.0, 2), PlannedRequest(1, 5.0, 2)], None)
     assert (engine.most, speed) == (1, Speed(4, 7.0))
+
+
+def test_the_wait_before_the_first_request_is_no_time_of_the_load() -> None:
+    """As in the measured engine (`figures_of`) and in the simulator."""
+    _, speed = run_of([PlannedRequest(0, 3.0, 2), PlannedRequest(1, 8.0, 2)], None)
+    requests = pd.DataFrame(
+        {"arrival_s": [3.0, 8.0], "first_s": [4.0, 9.0], "finish_s": [5.0, 10.0], "tokens": [2, 2]}
+    )
+    assert speed.tokens_per_s == pytest.approx(figures_of(requests)["throughput"])
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])

@@ -89,7 +89,7 @@ def timed(
     concurrency: int | None,
     clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
 ) -> Speed:  # fmt: skip
-    """Run one load and return its tokens and the seconds from its start to its last token.
+    """Run one load and return its tokens and the seconds from its first request to its last token.
 
     ``engine`` is vLLM's ``LLMEngine``.
     """
@@ -114,7 +114,7 @@ def timed(
             tokens[output.request_id] = len(output.outputs[0].token_ids)
             if output.finished and concurrency is not None and waiting:
                 send()
-    return Speed(sum(tokens.values()), clock() - start_s)
+    return Speed(sum(tokens.values()), clock() - start_s - jobs[0].arrival_s)
 
 
 def main(asked: Path, told: Path) -> None:
