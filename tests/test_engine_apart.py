@@ -17,7 +17,7 @@ import torch
 from commands.engine.check import chances, engine_options, say_defaults
 from commands.engine.profile import default_speeds, plain_load, profile_engine, with_default_speeds
 from commands.validate.engine import say_slower
-from policies.lengths.basic import Autoregressive
+from policies.lengths.basic import Autoregressive, Fixed
 from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
 from profiler.engines.vllm.apart import arguments, timed
@@ -207,7 +207,11 @@ def test_synthetic_acceptance_is_predicted() -> None:
     apart = Apart({"closed:2": Speed(1000, 10.0)}, {})
     [row] = synthetic_rows(table, work, apart, rates)
     assert row["policy"] == "synthetic K=2"
-    assert row["throughput_predicted"] > 0
+    # All tokens over all of the time, as they are measured.
+    scenario = work.scenarios(Limits.of_engine(table), own_drafter=True)["closed:2"]
+    ran = simulate(drafted, table, Fixed(2), scenario)
+    whole = sum(trace.requests[i].tokens for i in ran.requests["sequence"]) / ran.simulated_s
+    assert row["throughput_predicted"] == pytest.approx(whole)
     assert row["error"] == pytest.approx(row["throughput_predicted"] / 100 - 1)
 
 
