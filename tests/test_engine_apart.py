@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from commands.validate.engine import say_slower
 from policies.lengths.basic import Autoregressive, Fixed
 from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
-from profiler.engines.vllm.apart import arguments, timed
+from profiler.engines.vllm.apart import arguments, main, timed
 from profiler.engines.vllm.server import arguments as of_server
 from simulator.engines import (
     Workload,
@@ -96,6 +98,43 @@ def test_the_wait_before_the_first_request_is_no_time_of_the_load() -> None:
         {"arrival_s": [3.0, 8.0], "first_s": [4.0, 9.0], "finish_s": [5.0, 10.0], "tokens": [2, 2]}
     )
     assert speed.tokens_per_s == pytest.approx(figures_of(requests)["throughput"])
+
+
+def test_a_prompt_that_is_sent_again_is_not_read_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM's prefix cache is on by default, and the measured engine computes every prompt."""
+    sent: list[tuple[tuple[int, ...], str]] = []
+    engine = Ticking()
+
+    def add_request(name: str, prompt: Any, params: Any) -> None:
+        sent.append((tuple(prompt["prompt_token_ids"]), prompt["cache_salt"]))
+        engine.add(name, PlannedRequest(0, 0.0, params.max_tokens))
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=False),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+    )
+    llm_engine = SimpleNamespace(
+        add_request=add_request, step=engine.step, vllm_config=config,
+        has_unfinished_requests=engine.has_unfinished_requests,
+    )  # fmt: skip
+    llm = SimpleNamespace(llm_engine=llm_engine, reset_prefix_cache=lambda: None)
+    pretend = SimpleNamespace(LLM=lambda **_: llm, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", pretend)
+    monkeypatch.setitem(sys.modules, "vllm.inputs", SimpleNamespace(TokensPrompt=dict))
+    asked = {
+        "arguments": {}, "repeats": 1, "prompts": {"0": [5, 6], "1": [5, 7]},
+        "loads": {"closed:2": {"jobs": [[i, 0.0, 2] for i in (0, 1, 0, 0, 1)], "concurrency": 2}},
+    }  # fmt: skip
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    main(tmp_path / "asked.json", tmp_path / "told.json")
+    warmed_up, repeat = sent[:5], sent[5:]
+    assert warmed_up == repeat
+    assert len(set(repeat)) == 5
+    # What different prompts have in common is read from it.
+    assert repeat[0][1] == repeat[1][1]
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,12 +126,18 @@ def main(asked: Path, told: Path) -> None:
     llm = LLM(**given["arguments"])
     engine, prompts = llm.llm_engine, given["prompts"]
     words = not given["arguments"].get("skip_tokenizer_init")
+    uses: Counter[int] = Counter()
 
     def add(name: str, job: PlannedRequest) -> None:
         params = SamplingParams(
             temperature=0, max_tokens=job.tokens, ignore_eos=True, detokenize=words
         )
-        prompt = TokensPrompt(prompt_token_ids=prompts[str(job.sequence)])
+        # Users' prompts differ from one another: one that is sent again is not read from the cache,
+        # which only prompts of the same salt share.
+        prompt = TokensPrompt(
+            prompt_token_ids=prompts[str(job.sequence)], cache_salt=str(uses[job.sequence])
+        )
+        uses[job.sequence] += 1
         engine.add_request(name, prompt, params)
 
     found: dict[str, list[float]] = {}
@@ -139,8 +145,8 @@ def main(asked: Path, told: Path) -> None:
         jobs = [PlannedRequest(*job) for job in own["jobs"]]
         total = Speed(0, 0.0)
         for repeat in range(given["repeats"] + 1):
-            # Users' prompts differ from one another; those of a repeat do not.
             llm.reset_prefix_cache()
+            uses.clear()
             speed = timed(engine, add, jobs, own["concurrency"])
             if repeat:  # the first warms up
                 total = Speed(total.tokens + speed.tokens, total.seconds + speed.seconds)
