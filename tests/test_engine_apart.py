@@ -186,6 +186,8 @@ def test_synthetic_acceptance_is_asked_of_the_engines_own_drafter() -> None:
     assert speculative["synthetic_acceptance_rates"] == [0.8, 0.5]
     assert (speculative["method"], speculative["num_speculative_tokens"]) == ("draft_model", 2)
     assert given["async_scheduling"] is False
+    with pytest.raises(DraftsimError, match=r"has 2 positions.* up to 1: .* --engine-longest 2"):
+        arguments(EngineOptions("m", draft="d", longest=1), [0.8, 0.5])
     with pytest.raises(DraftsimError, match="--draft or --eagle"):
         arguments(EngineOptions("m"), [0.8])
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from profiler.engines.engine import EngineOptions
 from profiler.engines.vllm.engine import environment, measured_arguments, plain_arguments
+from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.store.engine_runs import Apart, Demand, PlannedRequest, Speed
 from traces.store.text import read_object
@@ -35,7 +36,7 @@ def arguments(options: EngineOptions, synthetic: Sequence[float] | None = None) 
     every position with these unconditional chances.
 
     Raises DraftsimError if synthetic acceptance is asked of drafts that no model makes, or for
-    another number of positions than the engine drafts.
+    more positions than the engine drafts.
     """
     if synthetic is None:
         return plain_arguments(options)
@@ -43,6 +44,11 @@ def arguments(options: EngineOptions, synthetic: Sequence[float] | None = None) 
         raise DraftsimError(
             "synthetic acceptance is vLLM's own, for a drafter of its own: profile the engine with "
             "--draft or --eagle"
+        )
+    if len(synthetic) > options.longest:
+        raise DraftsimError(
+            f"--synthetic has {counted(len(synthetic), 'position')}, and the engine was measured "
+            f"up to {options.longest}: profile it with --engine-longest {len(synthetic)}"
         )
     given, rates = measured_arguments(options), list(synthetic)
     given["speculative_config"] |= {
