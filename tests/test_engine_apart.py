@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from transformers import AutoConfig, LlamaConfig
 
 from commands.engine.check import chances, engine_options, say_defaults
 from commands.engine.profile import default_speeds, plain_load, profile_engine, with_default_speeds
@@ -146,6 +147,29 @@ def test_a_folder_without_a_tokenizer_is_served_by_token_ids(
         (tmp_path / "tokenizer.json").write_text("{}")
     given = arguments(EngineOptions(str(tmp_path), longest=4, max_batch=4))
     assert given.get("skip_tokenizer_init") == (None if has_tokenizer else True)
+
+
+def test_a_target_may_be_named_by_its_hub_id(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A profile without an engine apart takes one, too; made-up prompts need the vocabulary."""
+    config = tmp_path / "config.json"
+    for text, size in (
+        ({"vocab_size": 97, "model_type": "known to vLLM alone"}, 97),
+        ({"text_config": {"vocab_size": 98}}, 98),
+        ({"model_type": "llama"}, LlamaConfig().vocab_size),
+    ):
+        config.write_text(json.dumps(text))
+        assert EngineOptions(str(tmp_path)).vocabulary == size
+    asked: list[str] = []
+
+    def from_pretrained(name: str) -> LlamaConfig:
+        asked.append(name)
+        return LlamaConfig(vocab_size=99)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    assert EngineOptions("someone/model").vocabulary == 99
+    assert asked == ["someone/model"]
 
 
 def test_an_engine_apart_keeps_its_own_defaults() -> None:
