@@ -280,6 +280,27 @@ def test_synthetic_acceptance_is_predicted() -> None:
     assert row["error"] == pytest.approx(row["throughput_predicted"] / 100 - 1)
 
 
+def test_synthetic_acceptance_searches_no_policies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run
+) -> None:
+    name = "smollm2-vllm-eagle3-cpu"
+    write_latency(find_latency(name), tmp_path / "latency.parquet")
+
+    def searched(*_: Any) -> None:
+        raise AssertionError("policies are searched before the options are known to be right")
+
+    def run_apart(kind: Any, options: Any, work: Workload, rates: Sequence[float]) -> Apart:
+        return Apart({load: Speed(1000, 10.0) for load in work.loads}, {})
+
+    monkeypatch.setattr("commands.engine.check.predicted", searched)
+    monkeypatch.setattr("commands.engine.check.run_apart", run_apart)
+    asked = ("validate", "engine", "--run", tmp_path, "--trace", name, "--requests", 4)
+    assert "--load closed:99" in run(*asked, "--load", "closed:99").refusal
+    assert "--synthetic 0.5,0.6" in run(*asked, "--synthetic", "0.5,0.6").refusal
+    ran = run(*asked, "--synthetic", "0.5", "--json", "-").ok()
+    assert {row["policy"] for row in ran.rows} == {"synthetic K=1"}
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [
