@@ -481,9 +481,9 @@ def synthetic_rows(
     """
     drafted, rows = drawn_trace(work.trace, latency, rates), []
     for load, scenario in work.scenarios(Limits.of_engine(latency), True).items():
-        predicted = simulate(drafted, latency, Fixed(len(rates)), scenario).row()
+        predicted = simulate(drafted, latency, Fixed(len(rates)), scenario).requests
         speed = apart.speeds[load].tokens_per_s
-        expected = float(predicted["throughput_tok_s"])
+        expected = figures_of(predicted)["throughput"]
         rows.append({
             "load": load, "policy": f"{SYNTHETIC} K={len(rates)}", "throughput": speed,
             "throughput_predicted": expected, "error": expected / speed - 1,

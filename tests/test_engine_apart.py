@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,18 +12,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from transformers import AutoConfig, LlamaConfig
 
 from commands.engine.check import chances, engine_options, say_defaults
 from commands.engine.profile import default_speeds, plain_load, profile_engine, with_default_speeds
 from commands.validate.engine import say_slower
-from policies.lengths.basic import Autoregressive
+from policies.lengths.basic import Autoregressive, Fixed
 from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
-from profiler.engines.vllm.apart import arguments, timed
+from profiler.engines.vllm.apart import arguments, main, timed
 from profiler.engines.vllm.server import arguments as of_server
-from simulator.engines import Workload, drawn_trace, synthetic_rows, with_defaults
+from simulator.engines import (
+    Workload,
+    drawn_trace,
+    figures_of,
+    synthetic_rows,
+    with_defaults,
+)
 from simulator.serving import ClosedLoop, Limits, simulate
 from tests.conftest import Run
 from traces.errors import DraftsimError
@@ -81,6 +92,52 @@ def test_timed_requests_wait_for_their_times() -> None:
     assert (engine.most, speed) == (1, Speed(4, 7.0))
 
 
+def test_the_wait_before_the_first_request_is_no_time_of_the_load() -> None:
+    """As in the measured engine (`figures_of`) and in the simulator."""
+    _, speed = run_of([PlannedRequest(0, 3.0, 2), PlannedRequest(1, 8.0, 2)], None)
+    requests = pd.DataFrame(
+        {"arrival_s": [3.0, 8.0], "first_s": [4.0, 9.0], "finish_s": [5.0, 10.0], "tokens": [2, 2]}
+    )
+    assert speed.tokens_per_s == pytest.approx(figures_of(requests)["throughput"])
+
+
+def test_a_prompt_that_is_sent_again_is_not_read_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM's prefix cache is on by default, and the measured engine computes every prompt."""
+    sent: list[tuple[tuple[int, ...], str]] = []
+    engine = Ticking()
+
+    def add_request(name: str, prompt: Any, params: Any) -> None:
+        sent.append((tuple(prompt["prompt_token_ids"]), prompt["cache_salt"]))
+        engine.add(name, PlannedRequest(0, 0.0, params.max_tokens))
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=False),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+    )
+    llm_engine = SimpleNamespace(
+        add_request=add_request, step=engine.step, vllm_config=config,
+        has_unfinished_requests=engine.has_unfinished_requests,
+    )  # fmt: skip
+    llm = SimpleNamespace(llm_engine=llm_engine, reset_prefix_cache=lambda: None)
+    pretend = SimpleNamespace(LLM=lambda **_: llm, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", pretend)
+    monkeypatch.setitem(sys.modules, "vllm.inputs", SimpleNamespace(TokensPrompt=dict))
+    asked = {
+        "arguments": {}, "repeats": 1, "prompts": {"0": [5, 6], "1": [5, 7]},
+        "loads": {"closed:2": {"jobs": [[i, 0.0, 2] for i in (0, 1, 0, 0, 1)], "concurrency": 2}},
+    }  # fmt: skip
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    main(tmp_path / "asked.json", tmp_path / "told.json")
+    warmed_up, repeat = sent[:5], sent[5:]
+    assert warmed_up == repeat
+    assert len(set(repeat)) == 5
+    # What different prompts have in common is read from it.
+    assert repeat[0][1] == repeat[1][1]
+
+
 @pytest.mark.parametrize("has_tokenizer", [False, True])
 def test_a_folder_without_a_tokenizer_is_served_by_token_ids(
     tmp_path: Path, has_tokenizer: bool
@@ -92,10 +149,49 @@ def test_a_folder_without_a_tokenizer_is_served_by_token_ids(
     assert given.get("skip_tokenizer_init") == (None if has_tokenizer else True)
 
 
+def test_a_target_may_be_named_by_its_hub_id(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A profile without an engine apart takes one, too; made-up prompts need the vocabulary."""
+    config = tmp_path / "config.json"
+    for text, size in (
+        ({"vocab_size": 97, "model_type": "known to vLLM alone"}, 97),
+        ({"text_config": {"vocab_size": 98}}, 98),
+        ({"model_type": "llama"}, LlamaConfig().vocab_size),
+    ):
+        config.write_text(json.dumps(text))
+        assert EngineOptions(str(tmp_path)).vocabulary == size
+    asked: list[str] = []
+
+    def from_pretrained(name: str) -> LlamaConfig:
+        asked.append(name)
+        return LlamaConfig(vocab_size=99)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    assert EngineOptions("someone/model").vocabulary == 99
+    assert asked == ["someone/model"]
+
+
 def test_an_engine_apart_keeps_its_own_defaults() -> None:
     options = EngineOptions("m", eagle="h", more={"enforce_eager": False})
     plain = arguments(options)
     assert not {"enforce_eager", "async_scheduling", "speculative_config"} & set(plain)
+
+
+def test_an_engine_apart_has_the_threads_of_the_measured_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU vLLM binds its worker to all processors but one, unless it is told not to."""
+    told: dict[str, str] = {}
+
+    def ran(command: Sequence[str], env: dict[str, str], **_: Any) -> Any:
+        told.update(env)
+        Path(command[-1]).write_text('{"speeds": {}, "settings": {}}')
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", ran)
+    vllm.run_apart(EngineOptions("m", threads=3), {}, {}, 1)
+    assert (told["OMP_NUM_THREADS"], told["VLLM_CPU_OMP_THREADS_BIND"]) == ("3", "nobind")
 
 
 def test_a_pairs_latencies_are_not_replaced_by_an_engines(tmp_path: Path) -> None:
@@ -114,6 +210,8 @@ def test_synthetic_acceptance_is_asked_of_the_engines_own_drafter() -> None:
     assert speculative["synthetic_acceptance_rates"] == [0.8, 0.5]
     assert (speculative["method"], speculative["num_speculative_tokens"]) == ("draft_model", 2)
     assert given["async_scheduling"] is False
+    with pytest.raises(DraftsimError, match=r"has 2 positions.* up to 1: .* --engine-longest 2"):
+        arguments(EngineOptions("m", draft="d", longest=1), [0.8, 0.5])
     with pytest.raises(DraftsimError, match="--draft or --eagle"):
         arguments(EngineOptions("m"), [0.8])
 
@@ -174,8 +272,33 @@ def test_synthetic_acceptance_is_predicted() -> None:
     apart = Apart({"closed:2": Speed(1000, 10.0)}, {})
     [row] = synthetic_rows(table, work, apart, rates)
     assert row["policy"] == "synthetic K=2"
-    assert row["throughput_predicted"] > 0
+    # All tokens over all of the time, as they are measured.
+    scenario = work.scenarios(Limits.of_engine(table), own_drafter=True)["closed:2"]
+    ran = simulate(drafted, table, Fixed(2), scenario)
+    whole = sum(trace.requests[i].tokens for i in ran.requests["sequence"]) / ran.simulated_s
+    assert row["throughput_predicted"] == pytest.approx(whole)
     assert row["error"] == pytest.approx(row["throughput_predicted"] / 100 - 1)
+
+
+def test_synthetic_acceptance_searches_no_policies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run
+) -> None:
+    name = "smollm2-vllm-eagle3-cpu"
+    write_latency(find_latency(name), tmp_path / "latency.parquet")
+
+    def searched(*_: Any) -> None:
+        raise AssertionError("policies are searched before the options are known to be right")
+
+    def run_apart(kind: Any, options: Any, work: Workload, rates: Sequence[float]) -> Apart:
+        return Apart({load: Speed(1000, 10.0) for load in work.loads}, {})
+
+    monkeypatch.setattr("commands.engine.check.predicted", searched)
+    monkeypatch.setattr("commands.engine.check.run_apart", run_apart)
+    asked = ("validate", "engine", "--run", tmp_path, "--trace", name, "--requests", 4)
+    assert "--load closed:99" in run(*asked, "--load", "closed:99").refusal
+    assert "--synthetic 0.5,0.6" in run(*asked, "--synthetic", "0.5,0.6").refusal
+    ran = run(*asked, "--synthetic", "0.5", "--json", "-").ok()
+    assert {row["policy"] for row in ran.rows} == {"synthetic K=1"}
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,13 @@ def test_another_engine_is_profiled_and_checked(other: None, run: Run, tmp_path:
     folder = tmp_path / "run"
     ran = run("profile", "--engine", "other", "--target", "m", "--out", folder, *sizes).ok()
     assert read_latency(folder / "latency.parquet").meta["kind"] == "engine"
-    ran = run(
+    asked = (
         "validate", "--engine", "other", "--run", folder, "--trace", tmp_path / "trace.parquet",
-        "--load", "closed:1,2", "--requests", 5, "--repeats", 1, "--policy", "fixed:gamma=2",
-        "--json", "-",
-    ).ok()  # fmt: skip
+        "--requests", 5, "--repeats", 1, "--policy", "fixed:gamma=2", "--json", "-",
+    )  # fmt: skip
+    # Without --load, the default loads that the engine's batch of 2 has room for.
+    assert [row["load"] for row in run(*asked).ok().rows] == ["closed:1"] * 2
+    ran = run(*asked, "--load", "closed:1,2").ok()
     assert [row["policy"] for row in ran.rows] == ["autoregressive", "fixed:gamma=2"] * 2
     for row in ran.rows:
         assert row["rounds_differ"] == row["iterations_differ"] == row["texts_diverged"] == 0

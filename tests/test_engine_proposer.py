@@ -16,6 +16,7 @@ from policies.batch.base import BatchPolicy, SingleStream
 from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import parse_serving_policy
 from policies.together import Policy
+from profiler.engines import drafts
 from profiler.engines.drafts import Asked, Forced, LookedUp
 from profiler.engines.session import FORCED, Setup, policy_from, setup_from
 from profiler.engines.vllm.proposer import Proposer
@@ -27,7 +28,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
-from traces.sources.lookups.sources import PLD
+from traces.sources.lookups.sources import PLD, LookupSource
 from traces.sources.registry import parse_source
 from traces.sources.replay import replay_source
 
@@ -140,6 +141,32 @@ def test_lookups_draft_what_their_replay_drafts(source: str) -> None:
     ours = {name: [r[:4] for r in s.rounds] for name, s in proposer.finished.items()}
     assert ours == {f"{i}/0": [r[:4] for r in rounds(log, i)] for i in TEXTS}
     assert sum(r[2] for own in ours.values() for r in own) > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "kept"),
+    [("pld", []), ("suffix:cached=false", []), ("suffix", [2, 3, 4]), ("rest", [2, 3, 4])],
+)
+def test_earlier_requests_are_kept_where_they_are_searched_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, source: str, kept: list[int]
+) -> None:
+    """A server drafts for weeks."""
+    monkeypatch.setattr(drafts, "SERVED", 3)
+    chosen = parse_source(source)
+    assert isinstance(chosen, LookupSource)
+    opened: list[Any] = []
+
+    def lookup(eos: frozenset[int], corpus: Any) -> Any:
+        opened.append(corpus)
+        return type(chosen).lookup(chosen, eos, corpus)
+
+    monkeypatch.setattr(chosen, "lookup", lookup)
+    looked_up = LookedUp(chosen)
+    for i in range(5):
+        asked = Asked(f"{i}/0", [i, i], 4)
+        looked_up.open(asked, [7])
+        looked_up.close(asked, [7, 8])
+    assert [served.prompt[0] for served in opened[-1]()] == kept
 
 
 def _texts(trace: Trace) -> dict[int, list[int]]:

@@ -108,6 +108,26 @@ def test_passes_prompts_and_what_prompts_add_are_read_back() -> None:
     assert sorted(set(mixed["batch"])) == [1, 3, 5, 15]
 
 
+def test_noise_does_not_lengthen_what_prompts_add() -> None:
+    """A mixed iteration can take less than those around it, and the mean is of differences."""
+    cell, samples = Cell("mixed", 1, 1, 256, 1, 16), measured()
+    plain = sample(cell)
+    base, seconds = SAMPLE.index("base_s"), SAMPLE.index("seconds")
+
+    def added(*times: float) -> float:
+        samples[cell] = [
+            (*plain[:seconds], plain[base] + added_s, *plain[seconds + 1 :]) for added_s in times
+        ]
+        cells = cells_of(frame(samples), average="mean")
+        own = cells[
+            (cells["phase"] == "mixed") & (cells["batch"] == 1) & (cells["new_tokens"] == 16)
+        ]
+        return float(own["median_s"].item())
+
+    assert added(-3e-3, 1e-3, 5e-3) == pytest.approx(1e-3)
+    assert added(-3e-3, 1e-3) == 0.0
+
+
 def test_the_hosts_time_is_told_apart() -> None:
     table = LatencyTable(cells_of(frame(measured())))
     host = table.seconds("target", "host_round", batch=4, new_tokens=1)

@@ -152,7 +152,8 @@ class CheckedEngine:
         str | None,
         typer.Option(
             metavar="closed:N,...",
-            help="Closed loops. Default without --rate and --arrivals: closed:1,4,8,16.",
+            help="Closed loops. Default without --rate and --arrivals: those of closed:1,4,8,16 "
+            "that fit into --engine-batch of the profile.",
         ),
     ] = None
     rate: Annotated[

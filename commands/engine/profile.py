@@ -111,6 +111,7 @@ def with_default_speeds(table: LatencyTable, plain: Apart) -> LatencyTable:
     with the profile's settings and no drafter.
     """
     from policies.lengths.basic import Autoregressive
+    from simulator.engines import figures_of
     from simulator.serving import Limits, simulate
 
     limits = Limits.of_engine(table)
@@ -118,8 +119,8 @@ def with_default_speeds(table: LatencyTable, plain: Apart) -> LatencyTable:
     for load, speed in plain.speeds.items():
         work = plain_load(load)
         scenario = work.scenarios(limits, own_drafter=False)[load]
-        own = simulate(work.trace, table, Autoregressive(), scenario).row()["throughput_tok_s"]
-        loads[load] = {"tokens_per_s": speed.tokens_per_s, "own_tokens_per_s": float(own)}
+        own = figures_of(simulate(work.trace, table, Autoregressive(), scenario).requests)
+        loads[load] = {"tokens_per_s": speed.tokens_per_s, "own_tokens_per_s": own["throughput"]}
     name = table.meta["engine"]["name"]
     shares = ", ".join(
         f"{own['own_tokens_per_s'] / own['tokens_per_s']:.2f} at {load}"

@@ -77,23 +77,23 @@ def engine_check(
     if limit is not None:
         trace = trace.select(range(min(limit, len(trace.requests))))
     longest, options = latency.meta["engine"]["longest"], check.engine_options(latency, trace, kind)
+    for load in [one for one, own in loads.items() if (own.concurrency or 0) > options.max_batch]:
+        if served.load is not None:
+            raise DraftsimError(
+                f"--load {load} is more than the {options.max_batch} requests the engine runs"
+            )
+        del loads[load]
     work = Workload(trace, {}, loads, served.requests, repeats, served.seed)
+    if served.synthetic is not None:
+        rates = check.chances(served.synthetic)
+        apart = check.run_apart(kind, options, work, rates)
+        return synthetic_rows(latency, work, apart, rates)
     if not policies:
         policies = check.predicted(latency, work, longest)
     chosen = check.runnable(policies, trace, longest, latency if not served.http else None)
     work = replace(work, policies=chosen)
-    for load, arrivals in loads.items():
-        if (arrivals.concurrency or 0) > options.max_batch:
-            raise DraftsimError(
-                f"--load {load} is more than the {options.max_batch} requests the engine runs"
-            )
     # Before the engine that is stepped by hand: a GPU holds one of them.
-    plain = None
-    if served.synthetic is not None or served.defaults:
-        rates = None if served.synthetic is None else check.chances(served.synthetic)
-        plain = check.run_apart(kind, options, work, rates)
-        if rates is not None:
-            return synthetic_rows(latency, work, plain, rates)
+    plain = check.run_apart(kind, options, work) if served.defaults else None
     if served.http:
         return compare_served(kind, options, latency, work, run)
     from profiler.checks.interleaved import unfinished  # loads torch, which an engine has

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -125,6 +126,10 @@ class ForcedDrafts(ReplayDecoder):
         self._advance(len(emitted) - 1)
 
 
+SERVED = 10_000
+"""Earlier requests that a lookup searches at most: the usual size of suffix decoding's cache."""
+
+
 class LookedUp(DraftSource):
     """Drafts that a lookup finds in the request's own tokens or in earlier requests.
 
@@ -134,7 +139,7 @@ class LookedUp(DraftSource):
     def __init__(self, source: LookupSource, eos: frozenset[int] = frozenset()) -> None:
         self.source, self.eos = source, eos
         self.signals = source.signals
-        self._served: list[ServedRequest] = []
+        self._served: deque[ServedRequest] = deque(maxlen=SERVED if source.reads_earlier else 0)
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
         return _Found(request, output, self.source.lookup(self.eos, lambda: self._served))

@@ -49,12 +49,17 @@ class EngineOptions:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens of the target, from its ``config.json``; DraftsimError without one."""
-        path = Path(model_path(self.target, "target")) / "config.json"
-        config = read_object(path, "name the target's folder")
+        """Tokens of the target, from its configuration; DraftsimError without one."""
+        target = model_path(self.target, "target")
+        file = Path(target) / "config.json"
+        config = read_object(file) if file.is_file() else {}
         size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+        if not isinstance(size, int):  # it is on the hub, or the default of its architecture
+            from profiler.models.loading import load_config
+
+            size = getattr(load_config(target).get_text_config(), "vocab_size", None)
         if not isinstance(size, int):
-            raise DraftsimError(f"{path}: says no vocab_size: name the target's folder")
+            raise DraftsimError(f"{target}: says no vocab_size: name a language model")
         return size
 
 

@@ -96,7 +96,7 @@ def cells_of(
         row("prefill", count, tokens, 0, seconds)
         for (*_, count, tokens), seconds in by_cell(prompt, prompt["seconds"])
     ]  # fmt: skip
-    added = (mixed["seconds"] - mixed["base_s"]).clip(lower=0.0)
+    added = mixed["seconds"] - mixed["base_s"]
     # By a step's decoded tokens and its prompts'.
     sizes: Any = [mixed["batch"] * mixed["width"], mixed["prompts"] * mixed["tokens"]]
     groups: Any = added.groupby(sizes)
@@ -152,7 +152,7 @@ def drafter_cells(decode: pd.DataFrame, prompt: pd.DataFrame, average: Average) 
     rows = []
 
     def add(phase: str, batch: int, width: int, context: int, seconds: float) -> None:
-        rows.append(_row(phase, batch, width, context, pd.Series([max(seconds, 0.0)]), "draft"))
+        rows.append(_row(phase, batch, width, context, pd.Series([seconds]), "draft"))
 
     prompts = by_cell(prompt, prompt["propose"], "prompts", "tokens").agg(average)
     for (count, tokens), seconds in prompts.items():
@@ -182,7 +182,9 @@ def _row(
     model: str = "target", *, average: Average = "median",
 ) -> tuple[Any, ...]:  # fmt: skip
     low, high = seconds.quantile([0.25, 0.75])
-    return model, phase, batch, width, context, seconds.agg(average), (high - low) / 2, len(seconds)
+    # Differences keep their signs up to here: noise would otherwise be averaged to more than zero.
+    taken_s = max(seconds.agg(average), 0.0)
+    return model, phase, batch, width, context, taken_s, (high - low) / 2, len(seconds)
 
 
 def host_parts(kept: pd.DataFrame, average: Average = "median") -> list[dict[str, Any]]:

@@ -216,7 +216,7 @@ def check_tokenizers(target: Any, draft: Any, target_name: str, draft_name: str)
 
 def _model_factory(target: str | Path, draft: str | Path, **trust: bool) -> Any:
     """Return the class to load both with; DraftsimError if only one is an encoder-decoder."""
-    configs = [_load(transformers.AutoConfig, path, "model", **trust) for path in (target, draft)]
+    configs = [load_config(path, **trust) for path in (target, draft)]
     kinds = [bool(getattr(config, "is_encoder_decoder", False)) for config in configs]
     if kinds[0] != kinds[1]:
         named = {kinds[0]: target, kinds[1]: draft}
@@ -225,6 +225,11 @@ def _model_factory(target: str | Path, draft: str | Path, **trust: bool) -> Any:
             "its draft must both be encoder-decoders or both causal models"
         )
     return transformers.AutoModelForSeq2SeqLM if kinds[0] else transformers.AutoModelForCausalLM
+
+
+def load_config(path: str | Path, **trust: bool) -> Any:
+    """Return the configuration of a model, by folder or hub id; DraftsimError if it has none."""
+    return _load(transformers.AutoConfig, path, "model", **trust)
 
 
 def _load(factory: Any, path: str | Path, what: str, **options: Any) -> Any:

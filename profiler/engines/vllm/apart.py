@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from profiler.engines.engine import EngineOptions
-from profiler.engines.vllm.engine import measured_arguments, plain_arguments
+from profiler.engines.vllm.engine import environment, measured_arguments, plain_arguments
+from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.store.engine_runs import Apart, Demand, PlannedRequest, Speed
 from traces.store.text import read_object
@@ -35,7 +36,7 @@ def arguments(options: EngineOptions, synthetic: Sequence[float] | None = None) 
     every position with these unconditional chances.
 
     Raises DraftsimError if synthetic acceptance is asked of drafts that no model makes, or for
-    another number of positions than the engine drafts.
+    more positions than the engine drafts.
     """
     if synthetic is None:
         return plain_arguments(options)
@@ -43,6 +44,11 @@ def arguments(options: EngineOptions, synthetic: Sequence[float] | None = None) 
         raise DraftsimError(
             "synthetic acceptance is vLLM's own, for a drafter of its own: profile the engine with "
             "--draft or --eagle"
+        )
+    if len(synthetic) > options.longest:
+        raise DraftsimError(
+            f"--synthetic has {counted(len(synthetic), 'position')}, and the engine was measured "
+            f"up to {options.longest}: profile it with --engine-longest {len(synthetic)}"
         )
     given, rates = measured_arguments(options), list(synthetic)
     given["speculative_config"] |= {
@@ -65,13 +71,15 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         asked, told = Path(scratch) / "asked.json", Path(scratch) / "told.json"
         document = {
-            "arguments": given, "repeats": repeats, "threads": threads,
+            "arguments": given, "repeats": repeats,
             "loads": {load: own._asdict() for load, own in demands.items()},
             "prompts": {str(i): list(ids) for i, ids in prompts.items()},
         }  # fmt: skip
         asked.write_text(json.dumps(document))
         command = [sys.executable, "-m", "profiler.engines.vllm.apart", str(asked), str(told)]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            command, env=environment(threads), capture_output=True, text=True, check=False
+        )
         if ran.returncode or not told.is_file():
             for line in (ran.stdout + ran.stderr).splitlines()[-TAIL:]:
                 print(line, file=sys.stderr)
@@ -87,7 +95,7 @@ def timed(
     concurrency: int | None,
     clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
 ) -> Speed:  # fmt: skip
-    """Run one load and return its tokens and the seconds from its start to its last token.
+    """Run one load and return its tokens and the seconds from its first request to its last token.
 
     ``engine`` is vLLM's ``LLMEngine``.
     """
@@ -112,28 +120,30 @@ def timed(
             tokens[output.request_id] = len(output.outputs[0].token_ids)
             if output.finished and concurrency is not None and waiting:
                 send()
-    return Speed(sum(tokens.values()), clock() - start_s)
+    return Speed(sum(tokens.values()), clock() - start_s - jobs[0].arrival_s)
 
 
 def main(asked: Path, told: Path) -> None:
     """Run the loads of the file `asked` in vLLM and write their speeds to `told`."""
-    import os
-
-    given = read_object(asked, "run it again")
-    os.environ["OMP_NUM_THREADS"] = str(given["threads"])
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
+    given = read_object(asked, "run it again")
     llm = LLM(**given["arguments"])
     engine, prompts = llm.llm_engine, given["prompts"]
     words = not given["arguments"].get("skip_tokenizer_init")
+    uses: Counter[int] = Counter()
 
     def add(name: str, job: PlannedRequest) -> None:
         params = SamplingParams(
             temperature=0, max_tokens=job.tokens, ignore_eos=True, detokenize=words
         )
-        prompt = TokensPrompt(prompt_token_ids=prompts[str(job.sequence)])
+        # Users' prompts differ from one another: one that is sent again is not read from the cache,
+        # which only prompts of the same salt share.
+        prompt = TokensPrompt(
+            prompt_token_ids=prompts[str(job.sequence)], cache_salt=str(uses[job.sequence])
+        )
+        uses[job.sequence] += 1
         engine.add_request(name, prompt, params)
 
     found: dict[str, list[float]] = {}
@@ -141,8 +151,8 @@ def main(asked: Path, told: Path) -> None:
         jobs = [PlannedRequest(*job) for job in own["jobs"]]
         total = Speed(0, 0.0)
         for repeat in range(given["repeats"] + 1):
-            # Users' prompts differ from one another; those of a repeat do not.
             llm.reset_prefix_cache()
+            uses.clear()
             speed = timed(engine, add, jobs, own["concurrency"])
             if repeat:  # the first warms up
                 total = Speed(total.tokens + speed.tokens, total.seconds + speed.seconds)

@@ -141,6 +141,15 @@ def plain_arguments(options: EngineOptions) -> dict[str, Any]:
     return given | {"skip_tokenizer_init": True} if ids_alone else given
 
 
+def environment(threads: int) -> dict[str, str]:
+    """Return the environment of a separate process that runs vLLM with this many threads."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1",
+        # Else the process that runs the model takes as many threads as there are processors.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ, "OMP_NUM_THREADS": str(threads),
+    }  # fmt: skip
+
+
 def measured_arguments(options: EngineOptions) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM`` for a measured engine."""
     return {

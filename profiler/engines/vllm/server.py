@@ -18,7 +18,7 @@ from pathlib import Path
 from profiler.engines import notes, session
 from profiler.engines.engine import EngineOptions
 from profiler.engines.served import MODEL
-from profiler.engines.vllm.engine import measured_arguments
+from profiler.engines.vllm.engine import environment, measured_arguments
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
@@ -107,10 +107,7 @@ class VllmServer:
 
     def _environment(self) -> dict[str, str]:
         return {
-            "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1",
-            # Else the process that runs the model takes as many threads as there are processors.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ,
-            "OMP_NUM_THREADS": str(self.options.threads), session.VARIABLE: str(self._setup),
+            **environment(self.options.threads), session.VARIABLE: str(self._setup),
             notes.VARIABLE: str(self.notes),
         }  # fmt: skip
 

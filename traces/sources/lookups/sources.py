@@ -134,12 +134,20 @@ class LookupSource(Source):
         return ((self.name, "forward"),)
 
     @property
+    def reads_earlier(self) -> bool:
+        """True if it searches requests that were served before, too."""
+        return False
+
+    @property
     def kind(self) -> int:
         """Index of a search in `CALL_KINDS`."""
         return CALL_KINDS.index((self.name, "forward"))
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
-        """Return a lookup for one request; ``corpus()`` gives the requests served before."""
+        """Return a lookup for one request; ``corpus()`` gives the requests served before.
+
+        An engine keeps them for a source that `reads_earlier` alone.
+        """
         assert self.searches is not None, "a subclass without a class that searches has a method"
         return self.searches(*(getattr(self, name) for name in parameters(type(self))), eos)
 
@@ -242,9 +250,14 @@ class REST(LookupSource):
         whole("max_suffix", self.max_suffix, self.min_suffix)
         self._store: Datastore | None = None
 
+    @property
+    def reads_earlier(self) -> bool:
+        """True without a file as corpus."""
+        return self.corpus == EARLIER
+
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
         """Search the datastore; one from a file is read once."""
-        if self.corpus == EARLIER:
+        if self.reads_earlier:
             store = Datastore([served.prompt + served.output for served in corpus()])
         else:
             store = self._read()
@@ -257,7 +270,7 @@ class REST(LookupSource):
 
     def drafted(self, trace: Trace) -> Ints:
         """Search all requests in one text, each in what comes before it."""
-        earlier = self.corpus == EARLIER
+        earlier = self.reads_earlier
         before = [BETWEEN] if earlier else self._read().ids.tolist()
         text = text_of(trace, before)
         until = text.begins if earlier else np.full_like(text.begins, len(before))
@@ -378,6 +391,11 @@ class Suffix(LookupSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._found: tuple[weakref.ref[Trace], _Proposals] | None = None
+
+    @property
+    def reads_earlier(self) -> bool:
+        """True if outputs are `cached`."""
+        return self.cached
 
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[ServedRequest]]) -> Lookup:
         """Search the request's own tokens and what was served."""
