@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from policies import Autoregressive, DraftPolicy, Fixed, HFHeuristic, Oracle, parse_policy
-from policies.batch.base import TextbookCost
+from policies.batch.base import IterationCost, TextbookCost
 from policies.core import Load, Round
 from policies.registry import PLAIN, supplied
 from simulator.chosen import load_policies
@@ -30,7 +30,7 @@ from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay import vectorised
-from traces.replay.calls import passes_always
+from traces.replay.calls import always_drafted, drafting_always, passes_always
 from traces.replay.run import replay
 
 SUMMARIZED = (
@@ -39,19 +39,26 @@ SUMMARIZED = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("always", [0, 4])
 @pytest.mark.parametrize("text", ["goodput", "ucb", "sglang-throughput"])
-def test_policies_weigh_the_costs_that_price_them(text: str) -> None:
+def test_policies_weigh_the_costs_that_price_them(text: str, always: int) -> None:
     trace, ratios = recorded(), (0.02, 2.0)
-    prices = Prices(ratios, {"here": TABLE}, verify=1.2)
+    prices = Prices(ratios, {"here": TABLE}, verify=1.2, always=always)
     rows = Sweep(trace, {text: parse_policy(text)}, prices, resamples=0).run(Local(1))
     assert list(rows["c"][:2]) == list(ratios)
     assert rows["rounds"].nunique() > 1
-    costs = [*(TextbookCost(draft=c, verify=1.2) for c in ratios), TableCost(TABLE)]
+    table = drafting_always(TABLE, always or None)
+
+    def at_ratio(c: float) -> IterationCost:
+        cost = TextbookCost(draft=c, verify=1.2)
+        return lambda batch, passes, *others: cost(batch, max(passes, always), *others)
+
+    costs = [*map(at_ratio, ratios), TableCost(table)]
     for (_, row), cost in zip(rows.iterrows(), costs, strict=True):
         log = replay(trace, parse_policy(text, cost=cost))
         assert row["rounds"] == len(log)
-        assert row["draft_forwards"] == log.rounds["draft_forwards"].sum()
-    [(_, chosen)] = load_policies([text], trace, latency=TABLE)
+        assert row["draft_forwards"] == always_drafted(log, always).rounds["draft_forwards"].sum()
+    [(_, chosen)] = load_policies([text], trace, latency=table)
     assert rows["rounds"].iloc[-1] == len(replay(trace, chosen))
     kept = parse_policy(text, cost=(own := TextbookCost(draft=0.5)))
     assert getattr(supplied(kept, cost=TableCost(TABLE)), "policy", kept).cost is own

@@ -55,17 +55,19 @@ class TextbookCost:
     The defaults are ratios (a draft step costs a tenth of a target pass), which is all
     that an argmax of tokens per second needs; `per_token` adds a cost of each verified
     token beyond the first, and `verify` is the cost of a pass that verifies drafts over one that
-    does not.
+    does not.  Every iteration runs at least `always` draft steps.
     """
 
     target: float = 1.0
     draft: float = 0.1
     per_token: float = 0.0
     verify: float = 1.0
+    always: int = 0
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         target = self.target * (self.verify if verify_tokens > batch else 1.0)
-        return self.draft * draft_length + target + self.per_token * (verify_tokens - 1)
+        draft = self.draft * max(draft_length, self.always)
+        return draft + target + self.per_token * (verify_tokens - 1)
 
 
 class Planned(NamedTuple):

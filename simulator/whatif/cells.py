@@ -41,7 +41,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.operators.compose import BLOCK, UTILISATION, kv_blocks
 from traces.operators.devices import find_device
-from traces.replay.calls import always_drafted, passes_always
+from traces.replay.calls import always_drafted, drafting_always, passes_always
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 
@@ -157,7 +157,7 @@ class SweepRunner:
 
         A reference that the recording does not reach is left out.
         """
-        prices = self.prices
+        prices, always = self.prices, self.prices.passes_always
         every = _Priced(tuple(prices.ratios), tuple(product(prices.contexts, prices.tables)))
         own = {name: self.policies[name] for name in part.policies}
         alike = {name: policy for name, policy in own.items() if every.decide_alike(policy)}
@@ -173,11 +173,12 @@ class SweepRunner:
                     yield found[name], every
                 continue
             for c in every.ratios:
-                cost: IterationCost = TextbookCost(draft=c, verify=prices.verify)
+                cost: IterationCost = TextbookCost(draft=c, verify=prices.verify, always=always)
                 [log] = replay_many(trace, {name: supplied(policy, cost=cost)}, batch=part.batch)
                 yield log, _Priced((c,))
             for context, table in every.cells:
-                told = supplied(policy, cost=TableCost(table.table))
+                cost = TableCost(drafting_always(table.table, always or None))
+                told = supplied(policy, cost=cost)
                 [log] = replay_many(traces[context], {name: told}, batch=part.batch)
                 # Prices replace the context themselves.
                 yield replace(log, requests=trace.requests), _Priced(cells=((context, table),))
