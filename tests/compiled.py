@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from hypothesis import strategies as st
 
+from policies.batch.engines import TensorRTLLM
 from policies.batch.tables import BatchTable, DisableByBatchSize
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.serving.compiled import loop
@@ -74,6 +75,7 @@ LENGTHS = [
     BatchTable([[1, 1, 5], [2, 3, 2], [4, 9, 0]]),
     BatchTable([[1, 2, 0], [3, 4, 4], [5, 9, 1]], in_step=False),
     BatchTable([[1, 9, 3]]),
+    TensorRTLLM({1: 5, 3: 2}),
     DisableByBatchSize(4, threshold=3, forever=False),
 ]
 """Policies that look at the number of requests, and at nothing else."""

@@ -308,6 +308,8 @@ def test_search_space_tells_values_from_braces() -> None:
             "confidence-freeze decides for the whole batch.*serve --batch",
         ),
         ((*FREE, "--batch", "4", "--policy", "confidence-scheduled"), "the whole batch"),
+        ((*FREE, "--batch", "4", "--policy", "goodput"), "goodput decides for the whole batch"),
+        ((*FREE, "--batch", "4", "--policy", "tensorrt-llm:window=3"), "the whole batch"),
         (("--latency", CONST, "--tune", "--policy", "all:gamma={1,2}"), "name it instead of all"),
     ],
 )

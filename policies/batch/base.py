@@ -193,16 +193,18 @@ def caps_of(
 
 
 def decides_together(policy: DraftPolicy | BatchPolicy) -> bool:
-    """Return True if the drafts of one sequence may decide on those of another.
+    """Return True if the rounds of one sequence may decide on the drafts of another.
 
-    So it is where a class asks all drafts in `BatchPolicy.keep_drafting` or `BatchPolicy.allot`.
-    A policy that wraps another is judged by the one inside.
+    So it is where a class asks all drafts in `BatchPolicy.keep_drafting` or `BatchPolicy.allot`, or
+    learns from all outcomes in `BatchPolicy.observe`, unless the number of requests decides alone
+    (`planned_of`).  A policy that wraps another is judged by the one inside.
     """
     policy = unwrapped(policy)
-    if not isinstance(policy, BatchPolicy):
+    if not isinstance(policy, BatchPolicy) or planned_of(policy, 1) is not None:
         return False
     own, one = type(policy), (BatchPolicy.allot, KeptInStep.allot)
-    return own.keep_drafting is not BatchPolicy.keep_drafting or own.allot not in one
+    asks = own.keep_drafting is not BatchPolicy.keep_drafting or own.allot not in one
+    return asks or own.observe is not BatchPolicy.observe
 
 
 class SingleStream(Wrapper, DraftPolicy):

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from policies.batch.base import BatchPolicy, IterationCost, KeptInStep, TextbookCost
+from policies.batch.base import BatchPolicy, IterationCost, KeptInStep, Planned, TextbookCost
 from policies.batch.confidence import CAPTURED
 from policies.batch.sglang import candidate_steps, config_slots, slot_at
 from policies.batch.tables import counted
@@ -168,9 +168,16 @@ class TensorRTLLM(KeptInStep):
         self._means: deque[float] = deque(maxlen=max(self.window, 1))
         self.disabled = False
 
+    def _scheduled(self, batch: int) -> int:
+        at = bisect_left([largest for largest, _ in self._rows], batch)
+        return 0 if at == len(self._rows) else self._rows[at][1]
+
+    def planned_at(self, scheduled: int) -> Planned | None:
+        length = self._scheduled(scheduled)
+        return None if self.window else Planned(self.passes_of(length), length)
+
     def plan(self, loads: Sequence[Load]) -> int:
-        at = bisect_left([batch for batch, _ in self._rows], counted(loads))
-        return 0 if self.disabled or at == len(self._rows) else self._rows[at][1]
+        return 0 if self.disabled else self._scheduled(counted(loads))
 
     def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
         for gone in self._running.keys() - set(requests):

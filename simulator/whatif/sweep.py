@@ -61,7 +61,7 @@ class Sweep:
     """A grid of policies, acceptance rates, batches and prices over one recording.
 
     Raises DraftsimError if an axis is empty or impossible, the trace cannot be tilted, or a policy
-    decides for the whole batch and a batch is larger than 1.
+    decides for the whole batch or learns from it and a batch is larger than 1.
 
     Parameters
     ----------
