@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.calibrate import fitted, known_target
+from commands.calibrate import check_contexts, fitted, known_target
 from commands.common import options
 from commands.common.configured import MOST_CONTEXT, MOST_LENGTH
 from commands.common.drafted import FORMS, latencies, load_positions, load_recording
@@ -141,7 +141,9 @@ def breakeven(
         return
     if server is not None:
         own = None if acceptance is None else load_positions(acceptance)
-        loads = grid(*_axes(batch, context, server, None, lengths), sorted({0, *lengths}))
+        batches, contexts = _axes(batch, context, server, None, lengths)
+        check_contexts(server, contexts)
+        loads = grid(batches, contexts, sorted({0, *lengths}))
         with working(f"pricing {len(loads)} loads"):
             surface = measured_surface(server, own, loads, level)
         name = ", ".join(filter(None, (model, *(bench or ()))))

@@ -120,7 +120,7 @@ def calibrate(
     lengths = draft_lengths(measured) if k is None else batch_sizes("--k", k, MOST_DRAFTED, 0)
     named = None if context is None else batch_sizes("--context", context, MOST_TOKENS, 0)
     contexts = [server.usual[0]] if named is None else [float(c) for c in named]
-    _check_contexts(server, contexts)
+    check_contexts(server, contexts)
     with working("predicting loads"):
         best = choices(server, batches, lengths, level, contexts[0])
         loads = [
@@ -240,7 +240,7 @@ def _remarks(server: ServerFit) -> list[str]:
     return lines
 
 
-def _check_contexts(server: ServerFit, contexts: list[float]) -> None:
+def check_contexts(server: ServerFit, contexts: Sequence[float]) -> None:
     """Raise DraftsimError for far contexts unless the runs determine the cost of context."""
     held = [run.held for run in server.runs]
     if not any(held) and any(contexts):

@@ -71,6 +71,8 @@ RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
         (("breakeven", "--bench", RESULTS, "--gpu", "a100"), "--bench tells the costs: drop --gpu"),
         (("breakeven", "--bench", RESULTS, "--trace", "smollm2-cpu"),
          "--bench tells the acceptance: drop --trace"),
+        (("breakeven", "--bench", RESULTS, "--context", "100,100000"),
+         "so the cost of 100,000 is not determined"),
         (("breakeven", "--passes", "1"), "add --bench or --plan"),
         (("breakeven", "--plan", "--latency", CONST, "--acceptance", "0.8"), "drop --latency"),
         (("breakeven", *GIVEN, "--trace", "smollm2-cpu"), "need no recording: drop --trace"),
