@@ -17,12 +17,14 @@ from policies.registry import parse_policy, policy_names
 from simulator.executors import Local
 from simulator.formulas.leviathan import break_even_alpha, expected_tokens
 from simulator.plots.whatif import (
+    figures,
     plot_adapting,
     plot_break_even,
     plot_ladder,
     plot_maps,
 )
 from simulator.pricing import price
+from simulator.whatif.axes import expand
 from simulator.whatif.breakeven import (
     break_even,
     crossing,
@@ -179,6 +181,18 @@ def test_larger_batches_stop_paying_and_longer_contexts_pay_again() -> None:
     figure = plot_maps(frame[frame["context"] == 64], "batch", "gamma")
     assert len(figure.axes) == 2  # the family's map and the colour bar
     assert len(plot_maps(frame, "context", "batch").axes) == 4
+
+
+def test_maps_over_gamma_tell_other_parameters_apart() -> None:
+    policies = {
+        text: parse_policy(text)
+        for text in expand(["gammatune:gamma={2,4},eta={0.1,0.5}", "gammatune:gamma={2,4}"])
+    }
+    prices = Prices((), {"device": batch_table(True)})
+    trace = synthetic_trace(0.7, requests=4, tokens=40, seed=1)
+    frame = Sweep(trace, policies, prices, (), (1, 8), resamples=0).run(Local(1))
+    titles = [axes.get_title() for axes in figures(frame)["map_batch_gamma"].axes]
+    assert titles[:3] == ["gammatune:eta=0.1", "gammatune:eta=0.5", "gammatune"]
 
 
 # The ladder and tuning

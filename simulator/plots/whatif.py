@@ -16,7 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from policies.from_file import split_name
 from policies.registry import is_bound
+from policies.spec import split_items
 from simulator.palette import COLOURS, GREY, INK
 from simulator.plots import look
 from simulator.whatif.breakeven import Surface, break_even, surface
@@ -77,8 +79,7 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
                 drawn.append((f"map_context_batch{suffix}", maps))
         contexts = part["context"].fillna(-1)
         at = part[contexts == contexts.iloc[0]]
-        lengths = at[at["gamma"].notna()].groupby("family", observed=True)["gamma"].nunique()
-        if at["batch"].nunique() > 1 and (lengths > 1).any():
+        if at["batch"].nunique() > 1 and len(_by_length(at)):
             of += _only(part, "context", "context")
             drawn.append((f"map_batch_gamma{suffix}", plot_maps(at, "batch", "gamma", of=of)))
     one = priced[priced["alpha"] == priced["alpha"].min()] if len(priced) else priced
@@ -107,19 +108,29 @@ def plot_maps(frame: pd.DataFrame, x: str = "c", y: str = "alpha", of: str = "")
     """Draw the speedup of each policy over two axes, with the line of break-even.
 
     ``frame`` holds one value of every other axis; where y or x is gamma, a map is drawn
-    per family of policies.  ``of`` begins the title of every map.
+    of all policies that differ in it alone.  ``of`` begins the title of every map.
     """
-    by = "family" if "gamma" in (x, y) else "policy"
-    names = list(dict.fromkeys(frame[by].astype(str)))
     if "gamma" in (x, y):
-        counts = frame[frame["gamma"].notna()].groupby("family", observed=True)["gamma"].nunique()
-        names = [n for n in names if counts.get(n, 0) > 1]
+        frame = _by_length(frame)
+    names = list(dict.fromkeys(frame["policy"].astype(str)))
     if not names:
-        raise DraftsimError(f"no {by} to map")
-    surfaces = [surface(frame[frame[by] == n], x, y) for n in names]
+        raise DraftsimError("no policy to map")
+    surfaces = [surface(frame[frame["policy"] == n], x, y) for n in names]
     if any(s.values.shape[0] < 2 or s.values.shape[1] < 2 for s in surfaces):
         raise DraftsimError(f"a map needs two values or more of both {x} and {y}")
     return _maps([(f"{of}{n}", found) for n, found in zip(names, surfaces, strict=True)], x, y)
+
+
+def _by_length(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of policies with several gammas, which their names then leave out."""
+
+    def named(policy: str) -> str:
+        name, given = split_name(policy)
+        others = [item for item in split_items(given) if not item.startswith("gamma=")]
+        return ":".join([name, *([",".join(others)] if others else [])])
+
+    rows = frame.assign(policy=frame["policy"].astype(str).map(named))
+    return rows[rows.groupby("policy")["gamma"].transform("nunique") > 1]
 
 
 def plot_break_even(frame: pd.DataFrame, of: str = "") -> Figure:
