@@ -245,6 +245,14 @@ def test_the_oracle_is_not_recommended(trace: str, asked: tuple[str, ...]) -> No
         assert ("is not fitted" in said) == ("all" in asked)
 
 
+def test_no_map_of_batch_and_gamma_without_latencies_is_drawn(trace: str, tmp_path: Path) -> None:
+    _, remarks = said(
+        "--trace", trace, "--c", "0.1,0.2", "--batch", "1,4", "--gamma", "1..3", "--policy",
+        "fixed", "--assume-batch-free", "--resamples", "0", "--plots", str(tmp_path / "p"),
+    )  # fmt: skip
+    assert "or with --latency of batch and gamma" in " ".join(remarks.split())
+
+
 def test_parameters_are_searched_on_other_prompts_than_they_are_judged_on(trace: str) -> None:
     found = rows(
         "--trace", trace, "--latency", CONST, "--tune", "--policy", "fixed:gamma={1..8}",

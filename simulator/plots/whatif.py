@@ -26,7 +26,8 @@ from simulator.whatif.ladder import PARTS
 from traces.errors import DraftsimError
 
 NOTHING = (
-    "nothing to map: give two values or more of c and alpha, batch and gamma, or batch and context"
+    "nothing to map: give two values or more of c and alpha, or with --latency of batch and gamma, "
+    "or of batch and context"
 )
 """Said where `figures` is empty."""
 LABELS = {
