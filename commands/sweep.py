@@ -431,6 +431,7 @@ def headline(best: pd.DataFrame) -> str:
             f"fastest over {len(best)} points: {said}; largest speedup: {most['policy']} at {at} "
             f"({_figures(most.to_frame().T)})"
         )
+    best = best.sort_values(axes)  # an axis may be given in any order
     parts: list[str] = []
     runs = (best["policy"] != best["policy"].shift()).cumsum()
     for _, part in best.groupby(runs, sort=False):

@@ -245,6 +245,14 @@ def test_the_oracle_is_not_recommended(trace: str, asked: tuple[str, ...]) -> No
         assert ("is not fitted" in said) == ("all" in asked)
 
 
+@pytest.mark.parametrize("order", ["0.01,0.2,0.9", "0.9,0.01,0.2"])
+def test_the_first_line_names_ranges_in_any_order(trace: str, order: str) -> None:
+    common = ("--trace", trace, "--jobs", "1", "--resamples", "0", "--policy", "fixed:gamma=5")
+    _, remarks = said(*common, "--c", order)
+    line = next(line for line in remarks.splitlines() if ": fastest" in line)
+    assert re.search(r"fastest: fixed:gamma=5 at c 0.01 to 0.2 .*; no speculation at c 0.9$", line)
+
+
 def test_no_map_of_batch_and_gamma_without_latencies_is_drawn(trace: str, tmp_path: Path) -> None:
     _, remarks = said(
         "--trace", trace, "--c", "0.1,0.2", "--batch", "1,4", "--gamma", "1..3", "--policy",
