@@ -336,13 +336,15 @@ def _searched(
     recording: Recording, table: LatencyTable, policy: list[str] | None, resamples: int,
     seed: int, jobs: int | None, json: str | None, out: Path | None,
 ) -> None:  # fmt: skip
+    from simulator.chosen import load_policies, say_unfitted
     from simulator.unmeasured import said_free
+    from simulator.whatif.axes import search_space
     from simulator.whatif.tuning import tuned_rows
 
+    trace, texts = recording.trace, policy or []
     with working("searching settings"):
-        found = tuned_rows(
-            recording.trace, table, policy or [], resamples=resamples, seed=seed, jobs=jobs or 1
-        )
+        found = tuned_rows(trace, table, texts, resamples=resamples, seed=seed, jobs=jobs or 1)
+    say_unfitted(load_policies([search_space(text)[0] for text in texts], trace), remark)
     if json is None:
         real = [row for row in found if not is_bound(row["policy"])]
         first = max(real, key=lambda row: row["speedup"])
@@ -373,11 +375,11 @@ def _ladder(
     trace = recording.trace
     chosen = None
     if policy:
-        found = named(load_policies(expand(policy), trace, say=remark, latency=table))
-        say_unfitted(found, remark)
-        chosen = dict(found)
+        chosen = dict(named(load_policies(expand(policy), trace, say=remark, latency=table)))
     with working("splitting the prompts") as say:
         rungs = climb(trace, table, policies=chosen, resamples=resamples, seed=seed, progress=say)
+    as_given = set(rungs.loc[rungs["rung"] == "policy", "policy"])
+    say_unfitted([pair for pair in (chosen or {}).items() if pair[0] in as_given], remark)
     note(f"{recording.said}: {_climbed(rungs)}")
     emit(
         "sweep", rungs, json, out=out,

@@ -242,7 +242,22 @@ def test_the_oracle_is_not_recommended(trace: str, asked: tuple[str, ...]) -> No
     assert not re.search(r"fastest: oracle|oracle\S* is fastest", said)
     if "--ladder" in asked:
         assert not re.search(r"^policy +oracle(:gamma_max=\d+)? ", shown.stdout, re.MULTILINE)
-        assert ("is not fitted" in said) == ("all" in asked)
+        assert "is not fitted" not in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "unfitted"),
+    [
+        (("--ladder", "--policy", "rate-optimal"), None),  # the rung of this name is fitted
+        (("--ladder", "--policy", "rate-optimal:gamma_max=4"), "rate-optimal:gamma_max=4"),
+        (("--tune", "--policy", "rate-optimal:gamma_max={2,4}"), "rate-optimal"),
+    ],
+)
+def test_a_rule_that_is_not_fitted_is_said_to_be_so(
+    trace: str, asked: tuple[str, ...], unfitted: str | None
+) -> None:
+    _, remarks = said("--trace", trace, "--latency", CONST, *asked, "--resamples", "0")
+    assert re.findall(r"(\S+) is not fitted", remarks) == ([unfitted] if unfitted else [])
 
 
 @pytest.mark.parametrize("order", ["0.01,0.2,0.9", "0.9,0.01,0.2"])

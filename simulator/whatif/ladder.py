@@ -15,7 +15,7 @@ import pandas as pd
 
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
-from simulator.chosen import load_policies
+from simulator.chosen import is_default, load_policies
 from simulator.pricing import Priced, autoregressive, price
 from simulator.summary import price_all, summarize_runs
 from simulator.whatif.rate import fit_rate_optimal
@@ -59,8 +59,8 @@ def ladder(
 ) -> pd.DataFrame:
     """Return one row per policy over the held-out prompts, by rising speedup.
 
-    No speculation has one row, also where it is the best fixed length or among `policies`; so has
-    the oracle.
+    No speculation has one row, also where it is the best fixed length or among `policies`; so have
+    the oracle and the rate-optimal rule, which is fitted.
 
     Columns: ``rung`` (``autoregressive``, ``best-fixed``, ``policy``, ``rate-optimal``,
     ``oracle``), ``policy``, ``speedup``, ``speedup_lo``, ``speedup_hi``, ``share`` of the
@@ -91,7 +91,8 @@ def ladder(
         found = {name.partition(":")[0]: policy for name, policy in every}
         policies = {name: policy for name, policy in found.items() if name not in NO_RUNG}
     for name, policy in policies.items():
-        if not (isinstance(policy, Oracle) and vars(policy) == vars(bound)):
+        again = isinstance(policy, Oracle) and vars(policy) == vars(bound)
+        if not (again or (is_default(policy) and policy.gamma_max == fit.policy.gamma_max)):
             rungs.setdefault(name, ("policy", policy))
     rungs["rate-optimal"] = ("rate-optimal", fit.policy)
     rungs["oracle"] = ("oracle", bound)
@@ -113,11 +114,11 @@ def ladder(
     for part in ("verify", "signal", "host"):
         table[f"lost_{part}"] = table[f"time_{part}"] - best[f"time_{part}"]
     # Plain decoding comes first, and what never drafts is plain decoding again.
-    again = [
+    resting = [
         type(p) is Autoregressive or (isinstance(p, Fixed) and not p.gamma)
         for _, p in rungs.values()
     ]
-    table = table[~np.array([False, *again])]
+    table = table[~np.array([False, *resting])]
     columns = [
         "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
         "acceptance_rate", *(f"time_{p}" for p in PARTS),
