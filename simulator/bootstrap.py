@@ -14,6 +14,8 @@ from traces.errors import DraftsimError
 
 CONFIDENCE = 0.95
 """Level of intervals where no other is asked for."""
+FEW = 100
+"""Draws below which percentiles are too narrow: the ends of 30 draws hold 89% instead of 95%."""
 
 
 @lru_cache(maxsize=4)
@@ -59,18 +61,26 @@ def gain(
 
 
 def interval(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Return the percentile interval of the finite values of `drawn`; NaN of fewer than two."""
-    finite = drawn[np.isfinite(drawn)]
-    if len(finite) < 2:
-        return math.nan, math.nan
-    low, high = np.percentile(finite, [50 * (1 - confidence), 50 * (1 + confidence)])
-    return float(low), float(high)
+    """Return the interval of the finite values of `drawn`, as `intervals` does."""
+    low, high = intervals(drawn[np.isfinite(drawn)][:, None], confidence)
+    return float(low[0]), float(high[0])
 
 
-def intervals(drawn: Floats) -> tuple[Floats, Floats]:
-    """Return the percentile interval of each column of `drawn`, shape (resamples, columns)."""
+def intervals(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[Floats, Floats]:
+    """Return the interval of each column of `drawn`, shape (resamples, columns).
+
+    It is the percentile interval, below `FEW` resamples the t interval about their mean
+    (`half_width`), and NaN of fewer than two.
+    """
+    if len(drawn) < 2:
+        unknown = np.full(drawn.shape[1], np.nan)
+        return unknown, unknown
+    if len(drawn) < FEW:
+        middle = drawn.mean(axis=0)
+        reach = np.array([half_width(own, confidence) for own in drawn.T])
+        return middle - reach, middle + reach
     ordered = np.sort(drawn, axis=0)
-    places = (len(ordered) - 1) * np.array([1 - CONFIDENCE, 1 + CONFIDENCE]) / 2
+    places = (len(ordered) - 1) * np.array([1 - confidence, 1 + confidence]) / 2
     below = np.floor(places).astype(int)
     above = np.minimum(below + 1, len(ordered) - 1)
     part = (places - below)[:, None]

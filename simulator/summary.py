@@ -2,7 +2,7 @@
 
 Speedup is plain decoding's seconds per token over the policy's, as a ratio of sums over
 the prompts.  By default it counts decoding alone, the time speculation can change; with
-``prefill=True`` both sides include the prompts.  Intervals are percentile bootstrap
+``prefill=True`` both sides include the prompts.  Intervals are bootstrap
 intervals over prompts, the unit that is independent.
 """
 

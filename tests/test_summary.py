@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from policies.lengths.basic import Fixed
-from simulator.bootstrap import ratio_of_sums
+from simulator.bootstrap import intervals, ratio_of_sums
 from simulator.phases import ANSWER, Phase, phase_rows, phases_of
 from simulator.pricing import autoregressive, price
 from simulator.robustness import robustness, speedup_by_gamma
@@ -35,6 +35,16 @@ from traces.sources import parse_source, replay_source
 
 LATENCY = LatencyTable.constant(0.01, 0.001, 0.012, host_round=0.0005)
 ALPHAS = (0.3, 0.5, 0.7, 0.9)
+
+
+@pytest.mark.parametrize("draws", [2, 8, 20, 30, 99, 200])
+def test_intervals_of_few_draws_hold_as_often_as_those_of_many(draws: int) -> None:
+    """Estimates about 0, resampled with their own spread; 4 standard errors are 0.014."""
+    rng = np.random.default_rng(draws)
+    estimates = rng.standard_normal(4000)
+    low, high = intervals(estimates + rng.standard_normal((draws, 4000)))
+    assert 0.92 < ((low <= 0) & (high >= 0)).mean() < 0.95 + 0.014
+    assert np.isnan(intervals(np.ones((1, 3)))).all()
 
 
 def mixed_trace(requests: int = 24, tokens: int = 80, seed: int = 0) -> Trace:

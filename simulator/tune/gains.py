@@ -110,7 +110,7 @@ def cross_fitted(
     """Return the gain over `default`, with its interval, on prompts it was not chosen on.
 
     Each half of the prompts is run under the option chosen on the other half; the gain
-    is that of both together, with its percentile bootstrap interval.
+    is that of both together, with its bootstrap interval.
 
     Parameters
     ----------

@@ -258,7 +258,7 @@ class InBatches:
         ratios = plain_each / each
         value = ratios[0]
         low = high = np.full_like(value, np.nan)
-        if len(ratios) > 2 and self._prompts > 1:
+        if self._prompts > 1:
             low, high = intervals(ratios[1:])
         slower = prompt > plain_prompt * (1 + 1e-12)
         drawn = self._own.drawn & self.plain.drawn

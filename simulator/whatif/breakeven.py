@@ -106,7 +106,7 @@ def break_even(
     """Return per policy and point of the other axes, the value of `along` at which speedup is 1.
 
     Columns: the policy and the axes that vary, then ``break_even`` with ``_lo`` and
-    ``_hi`` where the interval's bounds cross 1 (percentile bootstrap over prompts; a draw
+    ``_hi`` where the interval's bounds cross 1 (bootstrap over prompts; a draw
     breaks even below some c just where its speedup there is below 1, so that the bounds of
     the one are those of the other), ``first`` and ``last`` of the points there are, and the
     means over these of ``share_below_1`` and ``adapting``, with ``adapting_most``, its largest.
