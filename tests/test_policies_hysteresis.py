@@ -43,7 +43,7 @@ def test_one_prompt_does_not_end_speculation() -> None:
 
 def test_a_change_needs_margin_and_patience() -> None:
     policy = BatchTableHysteresis(TABLE, margin=2, patience=3)
-    assert lengths(policy, [4, 6, 6, 6, 6]) == [3] * 5  # 6 is one short of 5 + 2
+    assert lengths(policy, [4, 6, 6, 6, 6]) == [3] * 5  # the row ends at 4: 6 is 2 beyond, not more
     assert lengths(policy, [7, 7, 6, 7, 7]) == [3] * 5  # the third did not agree
     assert lengths(policy, [7]) == [1]
     assert lengths(policy, [3, 3, 3, 3]) == [1] * 4

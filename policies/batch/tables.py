@@ -93,16 +93,17 @@ class BatchTableHysteresis(BatchTable):
 
     A batch that wanders about the end of a row makes `BatchTable` change K back and forth,
     and one prompt among few sequences ends speculation for its iteration
-    (vllm-project/vllm issue 49548).  Here a row is left only where the batch lies at least
+    (vllm-project/vllm issue 49548).  Here a row is left only where the batch lies more than
     `margin` requests beyond its end (a Schmitt trigger), and only after `patience` iterations
-    in a row have said so; the K of the row that was in force holds until then.
+    in a row have said so; the K of the row that was in force holds until then.  No engine does
+    this.
 
     Parameters
     ----------
     table, in_step:
         See `BatchTable`.
     margin:
-        Requests beyond the end of the row in force; 0: none.
+        Requests beyond the end of the row in force at which it still holds; 0: none.
     patience:
         Iterations that must agree; 1: the first decides.
     """
