@@ -71,6 +71,12 @@ def test_optimal_gamma_is_the_best_of_all(alpha: float, c: float) -> None:
         assert (best > 0) == (alpha > c)
 
 
+@pytest.mark.parametrize(("alpha", "gamma"), [(0.0, 0), (0.3, 1000), (0.9, 1000), (1.0, 1000)])
+def test_free_drafts_are_as_long_as_allowed(alpha: float, gamma: int) -> None:
+    assert leviathan.optimal_gamma(alpha, 0.0) == gamma
+    assert leviathan.optimal_gamma(alpha, 0.0, 5) == min(gamma, 5)
+
+
 @given(GAMMA, RATIO)
 def test_leviathan_limits(gamma: int, c: float) -> None:
     assert leviathan.speedup(0, gamma, c) == pytest.approx(1 / (1 + gamma * c))
@@ -262,6 +268,7 @@ def test_block_efficiency_of_iid_survival(alpha: float, gamma: int) -> None:
     [
         (lambda: leviathan.speedup(1.2, 4, 0.1), "alpha is 1.2, expected between 0 and 1"),
         (lambda: leviathan.speedup(0.5, -1, 0.1), "gamma is -1, expected at least 0"),
+        (lambda: leviathan.optimal_gamma(1.2, 0.0), "alpha is 1.2, expected between 0 and 1"),
         (lambda: gammatune.cost_ratio(1.0, 0.0), "draft_s is 0.0"),
         (lambda: specbound.round_cost(4, 1.5), "depth is 1.5"),
         (lambda: specbound.break_even_alpha(1, 0.3), "gamma is 1"),

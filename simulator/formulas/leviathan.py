@@ -51,6 +51,8 @@ def optimal_gamma(alpha: float, c: float, max_gamma: int = 1000) -> int:
     c = 0 it only rises: the answer is then `max_gamma`, or 0 where alpha = 0.
     """
     require("max_gamma", max_gamma, 0)
+    if require("c", c, 0) == 0:  # floats stop rising before the speedup does
+        return max_gamma if require("alpha", alpha, 0, 1) else 0
     best, value = 0, 1.0
     for gamma in range(1, max_gamma + 1):
         if (new := speedup(alpha, gamma, c)) <= value:
