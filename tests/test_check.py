@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,7 +20,7 @@ from simulator.check import (
     run_checks,
     truncated_rounds,
 )
-from simulator.formulas import leviathan
+from simulator.formulas import batching, leviathan
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request, Trace
 from traces.latency.table import LatencyTable
@@ -47,6 +51,25 @@ def test_every_formula_is_checked_with_power(frame: pd.DataFrame, formula: str) 
     assert len(rows)
     relative = rows["standard_error"] / rows["closed_form"].abs().clip(lower=1e-9)
     assert (relative < 0.05).all()  # else anything would agree
+
+
+@pytest.mark.parametrize(
+    ("formula", "module", "name", "wrong"),
+    [
+        ("Leviathan optimal gamma", leviathan, "optimal_gamma", lambda f, *args: f(*args) + 1),
+        ("Leviathan optimal gamma", leviathan, "optimal_gamma", lambda f, *args: f(*args) - 1),
+        ("goodput", batching, "goodput", lambda f, a, g, _, n, step_s: f(a, g, n, n, step_s)),
+        ("MagicDec", batching, "time_ratio", lambda f, *args: f(*args[:5])),
+    ],
+    ids=["a token more", "a token fewer", "only what speculates", "selection for free"],
+)
+def test_a_wrong_formula_fails(
+    formula: str, module: ModuleType, name: str, wrong: Callable[..., float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(module, name, partial(wrong, getattr(module, name)))
+    frame = run_checks(tokens=4000, seed=1)
+    assert set(frame["formula"][~frame["ok"]].str.startswith(formula)) == {True}
 
 
 def test_mixing_the_two_alphas_is_caught() -> None:
