@@ -132,10 +132,11 @@ def breakeven(
         options.refuse(drafter, "--bench tells the acceptance")
     server, model = (None, None) if bench is None else _server(bench, passes)
     if plan:
-        given = (
-            load_positions(acceptance) if acceptance is not None
-            else load_positions(trace, source=source)
-        )  # fmt: skip
+        given = None
+        if acceptance is not None:
+            given = load_positions(acceptance)
+        elif server is None or any(drafter.values()):
+            given = load_positions(trace, source=source)
         loads = grid(*_axes(batch, context, server, None, lengths), lengths)
         _plan(loads, given, server, passes, out, json)
         return
@@ -283,7 +284,7 @@ def _server(bench: list[str], passes: int | None) -> tuple[ServerFit, str | None
 
 
 def _plan(
-    loads: list[SurfaceCell], own: Positions, server: ServerFit | None, passes: int | None,
+    loads: list[SurfaceCell], own: Positions | None, server: ServerFit | None, passes: int | None,
     out: Path | None, json: str | None,
 ) -> None:  # fmt: skip
     from simulator.tune.breakeven import EXACT, plan

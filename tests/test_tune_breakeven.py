@@ -144,7 +144,9 @@ def test_the_answer_comes_before_how_the_costs_are_known(run: Run) -> None:
     assert "composed from operators" in second
 
 
-def test_dictated_runs_are_read_and_another_acceptance_is_put_in(run: Run, tmp_path: Path) -> None:
+@pytest.fixture
+def at_2000(tmp_path: Path) -> Path:
+    """Return runs of one context whose acceptance length at K = 3 is 2.5."""
     path = tmp_path / "runs.csv"
     rows = ["concurrency,num_speculative_tokens,output_throughput,mean_acceptance_length,context"]
     for batch in (1, 16):
@@ -152,13 +154,31 @@ def test_dictated_runs_are_read_and_another_acceptance_is_put_in(run: Run, tmp_p
             speed = true_speed(batch, k, 2000, emitted)
             rows.append(f"{batch},{k},{speed},{emitted if k else ''},2000")
     path.write_text("\n".join(rows))
+    return path
+
+
+def test_dictated_runs_are_read_and_another_acceptance_is_put_in(run: Run, at_2000: Path) -> None:
     gains = []
     for acceptance in ("3:1.5", "3:3.5"):
-        ran = run("breakeven", "--bench", path, "--acceptance", acceptance, "--k", "3", "--batch",
-                  "1,16", "--json", "-")  # fmt: skip
+        ran = run("breakeven", "--bench", at_2000, "--acceptance", acceptance, "--k", "3",
+                  "--batch", "1,16", "--json", "-")  # fmt: skip
         gains.append([row["speedup"] for row in ran.rows if row["k"]])
     assert all(a < b for a, b in zip(*gains, strict=True))
     assert gains[1][0] / gains[0][0] == pytest.approx(3.5 / 1.5, rel=0.25)
+
+
+def test_a_context_that_the_runs_do_not_determine_is_refused(run: Run, at_2000: Path) -> None:
+    ran = run("breakeven", "--bench", at_2000, "--batch", "1", "--context", "2000,100000")
+    assert "the cost of 100,000 is not determined: add runs at about 100,000" in ran.refusal
+
+
+def test_a_plan_dictates_the_acceptance_of_the_runs(run: Run, at_2000: Path) -> None:
+    planned = ("breakeven", "--plan", "--bench", at_2000, "--batch", "1,256", "--context",
+               "2000,100000", "--k", "3")  # fmt: skip
+    for options, emitted in (((), 2.5), (("--acceptance", "3:1.5"), 1.5)):
+        rows = run(*planned, *options, "--json", "-").rows
+        dictated = {row["emitted"] for row in rows if row["k"]}
+        assert list(dictated) == pytest.approx([emitted])
 
 
 def test_a_plan_draws_nothing(run: Run) -> None:

@@ -185,17 +185,20 @@ class PlannedRun(NamedTuple):
 
 
 def plan(
-    loads: Sequence[SurfaceCell], acceptance: Positions, server: ServerFit | None = None,
+    loads: Sequence[SurfaceCell], acceptance: Positions | None, server: ServerFit | None = None,
     passes: int | None = None,
 ) -> list[PlannedRun]:  # fmt: skip
     """Return the runs that determine the surface, the most informative first.
 
     Runs are chosen one by one (`simulator.aggregate.advice.informative`), over servers drawn from
     the priors or left by the runs of `server`.  The plan ends when the speedups' standard deviation
-    is `EXACT`.  Acceptance is dictated, so no good drafter is needed.
+    is `EXACT`.  Acceptance is dictated, so no good drafter is needed; None is that of the runs.
     """
-    emitted = {k: acceptance.emitted(k).value for k in {0, *(load.k for load in loads)}}
     made = server or replace(_prior_server(), passes=passes)
+    emitted = {
+        k: float(np.median(made.emitted(k))) if acceptance is None else acceptance.emitted(k).value
+        for k in {0, *(load.k for load in loads)}
+    }
     made = replace(made, known={k: e for k, e in emitted.items() if k})
     cells = sorted({*loads, *(SurfaceCell(b, c, 0) for b, c, _ in loads)})
     logs = np.stack([
