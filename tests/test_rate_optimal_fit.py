@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,14 @@ import pytest
 from policies import DraftPolicy, Fixed, parse_policy, policy_names
 from simulator.formulas.leviathan import optimal_gamma
 from simulator.pricing import price
-from simulator.whatif.rate import LatencyCost, fit_rate_optimal, tokens_per_second
+from simulator.whatif.rate import (
+    LatencyCost,
+    first_acceptance,
+    fit_rate_optimal,
+    tokens_per_second,
+)
+from tests.outputs import trace_of
+from tests.random_traces import beginning
 from tests.serving import table_of
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
@@ -97,6 +105,17 @@ def test_cost_never_falls_with_the_width() -> None:
     seconds = [cost(1, 0, n, 0.0) for n in (1, 2, 3, 4)]
     assert seconds == pytest.approx([1.0, 1.3, 1.3, 1.3])
     assert cost(1, 2, 1, 0.0) == pytest.approx(1.2)
+
+
+def test_the_first_token_is_drafted_where_rounds_begin() -> None:
+    """Not at the position that prefill emits, nor at a request's start as after a mismatch."""
+    match = [1, 0, 1, 0], [0, 1, 0, 0], [1]
+    trace = trace_of(match, 4, eos=(1,))
+    trace = replace(trace, columns={**trace.columns, "match": np.concatenate(match)})
+    # Decoding begins at position 1: 0, 1; 1, 0; none.  The estimate adds half a match of one.
+    assert first_acceptance(trace) == (2 + 0.5) / (4 + 1)
+    # At position 0: 1, 1; 0, 1, 0; 1.
+    assert first_acceptance(beginning(trace, 0)) == (4 + 0.5) / (6 + 1)
 
 
 def test_errors_name_the_remedy() -> None:

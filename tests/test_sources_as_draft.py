@@ -313,7 +313,7 @@ def test_estimates_are_fitted_to_every_starts_own_draft(case: Any) -> None:
     drafted, offset = drafts_of_rounds(trace, judged, 3)
     expected = []
     for begin, end in zip(trace.request_starts[:-1], trace.request_starts[1:], strict=True):
-        at = int(begin)
+        at = int(begin) + trace.first
         while at < end:
             right = int(trace.run_lengths[at])
             own = range(ends[at], min(ends[at] + min(right + 1, 3, int(end) - at), ends[at + 1]))

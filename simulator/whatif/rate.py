@@ -59,11 +59,14 @@ def ends_draft(trace: Trace, judged: Ints) -> npt.NDArray[np.bool_]:
 
 
 def first_acceptance(trace: Trace) -> float:
-    """Return the share of matches right after a mismatch's position or at a request's begin."""
+    """Return the share of matches where every policy begins a round.
+
+    That is after a mismatch, and where a request's decoding begins (`Trace.first`).
+    """
     match = trace.columns["match"][trace.on_path] == MATCH
-    fresh = np.zeros(len(match), dtype=bool)
-    fresh[trace.request_starts[:-1]] = True
-    fresh[1:] |= ~match[:-1]
+    position = trace.columns["position"][trace.on_path]
+    fresh = position == trace.first
+    fresh[1:] |= ~match[:-1] & (position[1:] > trace.first)
     return float((match[fresh].sum() + 0.5) / (fresh.sum() + 1))
 
 
@@ -72,7 +75,7 @@ def drafts_of_rounds(trace: Trace, judged: Ints, gamma: int) -> tuple[Ints, Ints
 
     A draft counts up to its first mismatch: what follows has no outcome of its own.
     """
-    lockstep = Lockstep(layout_of(trace), 0, trace.takes_verified)
+    lockstep = Lockstep(layout_of(trace), trace.first, trace.takes_verified)
     begins = lockstep.begun(np.minimum(lockstep.runs, gamma) + 1)
     # By start a draft's tokens follow its first, else they are where those before it are right.
     firsts = np.searchsorted(judged, trace.on_path[begins])
@@ -183,8 +186,8 @@ def fit_rate_optimal(
     every signal recorded and the place in the draft; ``none`` takes one chance for every
     token, also where the trace holds no signals; ``auto`` keeps what does best on the
     training prompts, since reading signals has a price.  The estimate of the token to
-    come is fitted likewise to the signals of the one before it, the first one's to the
-    share of rounds whose first draft was right.
+    come is fitted likewise to the signals of the one before it; the first one's is the share
+    of matches after a mismatch and at the begin of decoding, where every policy begins a round.
 
     The rate is Dinkelbach's fixed point: replay with the rate, price, take the rate
     achieved.  Estimates that are not exact move the best rate away from it, so that some
