@@ -161,11 +161,11 @@ def serve(
     ] = 0.1,
     ttft: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="The target ttft of --slo: time to the first token."),
+        typer.Option(hidden=True, help="The target ttft of --slo."),
     ] = None,
     tpot: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="The target tpot of --slo: time per output token."),
+        typer.Option(hidden=True, help="The target tpot of --slo."),
     ] = None,
     max_time: Annotated[
         float | None, typer.Option(help="Stop every run after this many simulated seconds.")
