@@ -51,7 +51,7 @@ def test_a_file_switches_off_what_the_command_line_does(
 ) -> None:
     given: list[bool] = []
     monkeypatch.setattr(
-        "commands.validate.command.CheckedPair.check",
+        "commands.validate.command.check",
         lambda _, kind, *__: given.append(kind.keywords["assisted"]),
     )
     file = tmp_path / "run.yaml"
