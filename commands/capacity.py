@@ -20,6 +20,7 @@ from commands.common.output import (
     remark,
     say_drawn,
 )
+from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import Shown, rows_file
 from policies.registry import is_bound
@@ -111,7 +112,10 @@ def capacity(
                 progress=lambda done, at: say(f"run {done}: {at}"),
             )  # fmt: skip
         note(f"{recording.said}: {headline(rows)}")
-        emit("capacity", rows, json, out=out, tables=lambda: [Shown(shown(rows), recording.said)])
+        emit(
+            "capacity", rows, json, out=out, tables=lambda: [Shown(shown(rows), recording.said)],
+            printed=lambda: print_table(shown(rows)),
+        )  # fmt: skip
         if kept is not None:
             kept.unlink(missing_ok=True)
     for line in remarks(rows):

@@ -454,10 +454,15 @@ def _at(load: float | None, closed: bool) -> str:
 def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the columns of the printed table; latencies in milliseconds.
 
-    Columns that would say the same of every row have no value: nothing refused or pre-empted, every
-    run complete, no targets, one replication, as many requests finished everywhere.
+    Columns that would say the same of every row are left out, or have no value: nothing refused or
+    pre-empted, every run complete, no targets, one replication, as many requests finished
+    everywhere.
     """
-    usual = {"complete", "exact", "exact up to near-ties"}
+    usual = {0, "complete", "exact", "exact up to near-ties"}
+    told = [
+        name for name in ("rejected", "preemptions", "status", "fidelity")
+        if not {row[name] for row in rows} <= usual
+    ]  # fmt: skip
     differ = len({row["requests"] for row in rows}) > 1
     changing = any(row["length_changes"] for row in rows)
     table = []
@@ -476,10 +481,7 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "goodput/s": row["goodput_req_s"] if targets else None, "in batch": row["mean_batch"],
             "imbalance": row["imbalance"] if fleet else None, "accepted": row["acceptance_rate"],
             "K changes": row["length_changes"] if changing else None,
-            "finished": row["requests"] if differ else None, "rejected": row["rejected"] or None,
-            "preemptions": row["preemptions"] or None,
-            **{name: row[name] if row[name] not in usual else None
-               for name in ("status", "fidelity")},
+            "finished": row["requests"] if differ else None, **{name: row[name] for name in told},
         })  # fmt: skip
     return table
 

@@ -50,7 +50,7 @@ Acceptance = str | Sequence[float]
 Question = TypeVar("Question", bound=Callable[..., Any])
 KINDS: Mapping[str, tuple[str, Any]] = {
     "int": ("a whole number", Integral), "float": ("a number", Real), "str": ("a text", str),
-    "bool": ("True or False", bool), "Path": ("a path", Path), "Mode": ("a text", str),
+    "bool": ("True or False", bool | np.bool_), "Path": ("a path", Path), "Mode": ("a text", str),
     "Trace": ("a Trace", Trace), "LatencyTable": ("a LatencyTable", LatencyTable),
     "None": ("None", type(None)),
 }  # fmt: skip
@@ -207,7 +207,10 @@ def checked(question: Question) -> Question:
 
     @wraps(question)
     def asked(*given: Any, **named: Any) -> Any:
-        bound = signature.bind(*given, **named)
+        try:
+            bound = signature.bind(*given, **named)
+        except TypeError as error:
+            raise TypeError(f"{question.__name__}() {error}") from None
         for name, value in bound.arguments.items():
             expected = str(signature.parameters[name].annotation).split(" | ")
             if not set(expected) <= set(KINDS):
@@ -215,7 +218,9 @@ def checked(question: Question) -> Question:
             kinds = tuple(KINDS[kind][1] for kind in expected)
             if isinstance(value, Path) and Path not in kinds and str in kinds:
                 bound.arguments[name] = str(value)
-            elif not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            elif not isinstance(value, kinds) or (
+                isinstance(value, bool) and "bool" not in expected
+            ):
                 words = " or ".join(dict.fromkeys(KINDS[kind][0] for kind in expected))
                 raise DraftsimError(f"{name} is {value!r}, expected {words}")
         return question(*bound.args, **bound.kwargs)

@@ -263,10 +263,10 @@ def results_of(
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         for _ in range(helpers):
-            file = io.FileIO(os.memfd_create("results"), "r+")
-            given = os.getpid(), parts, queue, file, shared
-            helper = get_context("fork").Process(target=_help, args=given)
             with suppress(OSError):  # no room for another process
+                file = io.FileIO(os.memfd_create("results"), "r+")
+                given = os.getpid(), parts, queue, file, shared
+                helper = get_context("fork").Process(target=_help, args=given)
                 helper.start()
                 started.append((helper, file))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -441,7 +441,9 @@ def test_arguments_may_be_of_any_kind_of_sequence() -> None:
     )
     assert list(served.best) == [1, 2]
     asked = (name for name in SOME)
-    predicted = draftsim.predict(Path("bundled"), policies=asked, resamples=np.int64(20)).table
+    predicted = draftsim.predict(
+        Path("bundled"), policies=asked, resamples=np.int64(20), prefill=np.False_
+    ).table
     assert list(predicted["policy"]) == ["autoregressive", *SOME, "fixed:gamma=2"]
 
 
@@ -467,6 +469,11 @@ def test_arguments_may_be_of_any_kind_of_sequence() -> None:
 def test_impossible_arguments_are_told(call: Callable[[], object], message: str) -> None:
     with pytest.raises(draftsim.DraftsimError, match=message):
         call()
+
+
+def test_an_unknown_argument_is_told_with_the_question() -> None:
+    with pytest.raises(TypeError, match=r"^predict\(\) got an unexpected keyword argument 'gama'$"):
+        draftsim.predict(gama=3)  # type: ignore[call-arg]
 
 
 def test_nothing_faster_than_plain_decoding_makes_it_the_best() -> None:

@@ -414,6 +414,7 @@ def test_the_command_answers_in_words_and_rows(
     ran = run(*command, "--out", out)
     assert f"takes {rows[1]['replicas']} replica" in ran.err
     assert "saves" in ran.out  # the heading takes several lines
+    assert synthetic_run.name not in ran.out  # the first line names the recording
     assert out.exists()
     assert not (tmp_path / "plan.csv.jsonl").exists()
 

@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import draftsim
-from commands.serve import guesses, headline, kept, within_slo
+from commands.serve import guesses, headline, kept, shown, within_slo
 from policies.batch.base import BatchPolicy, SingleStream
 from simulator.chosen import PLAIN, every_policy, fitted, load_policies, load_serving_policies
 from simulator.serving import ClosedLoop, Scenario, read_results
-from simulator.serving.outcome.results import ResultsFile
+from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.study import over_loads
 from tests.conftest import Run, Serve
 from tests.forked import forked
@@ -442,6 +442,14 @@ def test_the_table_leaves_out_what_goes_without_saying(serve: Serve, tmp_path: P
     assert "status" not in odd
     stopped = columns("--rate", 1, "--max-time", 2)
     assert "status" in stopped
+
+
+def test_a_count_of_none_is_a_zero_next_to_others(serve: Serve) -> None:
+    rows = [restored(row) for row in serve("--batch", 2, *PAIR, "--json", "-").rows]
+    assert not {"rejected", "preemptions", "status"} & {*shown(rows)[0]}
+    rows[1] |= {"preemptions": 3, "status": "stopped"}
+    said = [(row["preemptions"], row["status"]) for row in shown(rows)]
+    assert said == [(0, "complete"), (3, "stopped")]
 
 
 def test_a_stop_in_simulated_time_is_said(serve: Serve) -> None:

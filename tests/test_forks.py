@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -129,6 +130,22 @@ def test_the_parts_of_a_killed_process_are_done_again() -> None:
         return "done"
 
     assert results_of([part] * 6, MANY) == ["done"] * 6
+
+
+@pytest.mark.parametrize("lacking", ["file", "process"])
+@pytest.mark.usefixtures("two_cores")
+def test_all_is_done_here_where_there_is_no_room_for_another_process(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = os.memfd_create
+
+    def refused(name: str = "results") -> int:
+        if name == "results":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return create(name)
+
+    monkeypatch.setattr(os, "memfd_create" if lacking == "file" else "fork", refused)
+    assert results_of([os.getpid] * 4, MANY) == [os.getpid()] * 4
 
 
 ANSWERS = {
