@@ -144,7 +144,7 @@ def calibrate(
     if json is None:
         held = f"At {contexts[0]:,.0f} tokens of context: " if named else ""
         note(": ".join(filter(None, (found.model, held + headline(best, level)))))
-    tables = [shown(best), shown(loads, "context"), Shown(rows)]
+    tables = [shown(best), shown(loads, "every load", "context"), Shown(rows, "costs")]
     emit("calibrate", rows, json, more=more, tables=lambda: tables)
     for line in _remarks(server):
         note(line)
@@ -276,12 +276,18 @@ def untold_gains(server: ServerFit) -> list[str]:
     return lines
 
 
-def shown(rows: Sequence[PredictedSpeed], *more: str) -> Shown:
+BEST = "best draft length at each concurrency"
+CHANCE = "chance faster"
+"""Column of the chance that speculation is faster, which its name in JSON does not say."""
+
+
+def shown(rows: Sequence[PredictedSpeed], title: str = BEST, *more: str) -> Shown:
     """Return the table of predictions; ``more`` are further columns."""
     names = ["batch", "k", *(["p_min"] if any(row.p_min for row in rows) else []), *more]
     for name in ("tokens_per_s", "speedup"):
         names += [name, f"{name}_lo", f"{name}_hi"]
-    return Shown([row.row for row in rows], show=[*names, "faster"])
+    cells = [{**row.row, CHANCE: row.row["faster"]} for row in rows]
+    return Shown(cells, title, [*names, CHANCE])
 
 
 def recommend(

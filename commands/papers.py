@@ -219,7 +219,7 @@ def print_evidence(
         {"study": name, "given": given, **record._asdict()}
         for (name, given), record in by_study(rows).items()
     ]
-    title = "predicted public measurements, from the others of each study"
+    title = "errors of public measurements, predicted from the others of each study"
     if json is None:
         errors = [record["median"] for record in records]
         right, signs = (sum(record[n] for record in records) for n in ("sign_right", "signs"))

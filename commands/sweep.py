@@ -381,9 +381,10 @@ def _ladder(
     as_given = set(rungs.loc[rungs["rung"] == "policy", "policy"])
     say_unfitted([pair for pair in (chosen or {}).items() if pair[0] in as_given], remark)
     note(f"{recording.said}: {_climbed(rungs)}")
+    title = f"{recording.said}: policies on held-out prompts"
     emit(
         "sweep", rungs, json, out=out,
-        tables=lambda: [Shown(rungs.to_dict("records"), recording.said, RUNGS)],
+        tables=lambda: [Shown(rungs.to_dict("records"), title, RUNGS)],
     )  # fmt: skip
     for line in said_free(what for unpriced in rungs["unpriced"] for what in unpriced):
         note(line)

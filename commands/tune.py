@@ -271,7 +271,7 @@ def _captured(engine: str, tuned: Tuned, table: LatencyTable) -> list[int]:
 
 def _columns(rows: list[dict[str, Any]]) -> list[str]:
     """Return the columns of the printed table: those that say something about these rows."""
-    usual = {"within_slo": 1, "scaled": False}
+    usual = {"within_slo": 1, "scaled": False, "assumed": ""}
     left_out = {name for name, value in usual.items() if all(row[name] == value for row in rows)}
     if rows[0]["served_tok_s"] is None:
         left_out.add("decode_gain")  # which is the gain

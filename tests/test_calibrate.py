@@ -403,6 +403,13 @@ def test_what_the_runs_do_not_tell_is_said(tmp_path: Path, run: Run) -> None:
     assert "all runs have one context" in ran.err
     assert "measure next:" in ran.err
     assert ran.err.splitlines()[0].startswith("At 1,000 tokens of context: K = ")
+    # Three tables, two of the same columns: each says which it is, and a chance is no speedup.
+    best, loads, costs = (
+        ran.out.index(title)
+        for title in ("best draft length at each concurrency\n", "every load\n", "costs\n")
+    )
+    assert best < loads < costs
+    assert ran.out.count("chance faster") == 2
 
 
 @pytest.mark.usefixtures("short_chains")

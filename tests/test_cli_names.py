@@ -14,7 +14,7 @@ import pytest
 
 from commands.app import COMMANDS
 from commands.common.configured import check_most
-from commands.common.printed import cell_text, print_table
+from commands.common.printed import cell_text, is_number_column, print_table
 from commands.common.written import write_rows
 from commands.lazy import leaves
 from policies.registry import POLICIES, parse_policy
@@ -245,6 +245,15 @@ def test_a_standard_error_is_no_percentage(capsys: pytest.CaptureFixture[str]) -
     assert "+2.6%" in shown
     assert "-10.0%" in shown
     assert shown.count("%") == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["-", "1.23", "1,234-2,345", "1.00e-05-2.00e-05", "-0.50--0.10", "+1.2%-+3.4%", "inf"],
+)
+def test_figures_and_their_intervals_are_numbers(text: str) -> None:
+    assert is_number_column([text])
+    assert not is_number_column([text, "eager"])
 
 
 def test_dollars_are_no_formulas(tmp_path: Path) -> None:

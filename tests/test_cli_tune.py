@@ -127,6 +127,7 @@ def test_standard_output_is_the_setting_or_what_was_asked_for(
     bare = run(*command)
     assert bare.document["num_speculative_tokens"] > 0
     assert "decode_tok_s" in bare.err  # the table
+    assert "assumed" not in bare.err  # nothing is
     assert 'does not name the drafter: add "model"' in bare.err
     assert "use K=" in bare.err
     kept = run(*command, "--out", recorded.out)

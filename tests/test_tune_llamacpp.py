@@ -121,7 +121,7 @@ def test_what_pays_is_found() -> None:
     ("changed", "message"),
     [
         ({"spec-draft-n-max": 0}, "whole number, 1 to"),
-        ({"spec-draft-n-min": 6}, "expected <= gamma = 5"),
+        ({"spec-draft-n-min": 6}, "^spec-draft-n-min is 6, expected <= spec-draft-n-max = 5"),
         ({"spec-draft-p-min": 1.5}, "expected between 0 and 1"),
         ({"spec-draft-p-min": "0.5"}, "expected a finite number"),
         ({"draft-max": 5}, "expected spec-draft-n-max"),

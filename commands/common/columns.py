@@ -59,6 +59,7 @@ COLUMNS: dict[str, str] = {
     "throughput_predicted": "predicted output tokens/s",
     "tokens_per_s": "output tokens per second of all requests together",
     "faster": "probability that speculation is faster at that load",
+    "chance faster": "probability that speculation is faster at that load",
     "p_min": "least probability of a drafted token (llama.cpp)",
     "fidelity": "how the row relates to really decoding (exact, approximate, lower bound)",
     "status": "`complete`, or why a run ended early",

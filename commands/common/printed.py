@@ -30,8 +30,9 @@ OFF_TERMINAL = 100
 """Columns of a table that is not for a terminal."""
 WORD, NARROW = 32, 15
 """Characters of a column of words where there is less room."""
+_NUMBER = r"(inf|[\d.,]+(e[+-]\d+)?)[%x]?"
 _FIGURE = re.compile(
-    r"[-+\u2212\u00b1\u2265]? ?[\d.,]*(e[+-]\d+)?[%x]?(([-/]| of | to )[\d.,]+[%x]?| \(.*\))?"
+    rf"[-+\u2212\u00b1\u2265]? ?({_NUMBER})?(([-/]| of | to )[-+]?{_NUMBER}| \(.*\))?"
 )
 """A figure, its interval, or its part of another; a dash, or nothing."""
 INDENT = 4
@@ -44,6 +45,8 @@ ANSWERS = ("k", "setting", "deploy", "speedup", "gain", "replicas", "says")
 """Columns that answer the question: they stay in a table where every row has the same value."""
 RATIOS = ("speedup", "gain", "decode_gain", "default_gain", "served_gain")
 """Columns whose figures are ratios to no speculation."""
+SHARES = ("spread", "share", "disturbed", "chance faster", "median")
+"""Columns of parts of 1, shown in percent."""
 
 
 def print_table(
@@ -241,7 +244,7 @@ def cell_text(name: str, value: Any) -> str:
         relative = name.endswith("error") and name != "standard_error"
         if relative or name in ("bias", "slowdown", "drift", "worst"):
             return f"{100 * value:+.1f}%"
-        if name.endswith("noise") or name in ("spread", "share", "disturbed", "faster", "median"):
+        if name.endswith("noise") or name in SHARES:
             return f"{100 * value:.1f}%"
         return three_digits(value)
     if isinstance(value, Integral):

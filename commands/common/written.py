@@ -261,7 +261,7 @@ def _table(one: Shown, caption: str) -> str:
 def _in_table(text: str) -> str:
     """Return a cell's text escaped; a range of figures is set with an en dash."""
     if is_number_column([text]):
-        text = re.sub(r"(?<=\d)-", "--", text)
+        text = re.sub(r"(?<=[\d%])-(?=[\d+])", "--", text)
     return escaped(" ".join(text.split()))
 
 

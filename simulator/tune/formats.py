@@ -13,6 +13,7 @@ Dynamo's mocker (2026).
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from reprlib import repr as shown
@@ -110,6 +111,9 @@ def _rows(name: str, table: Any, widths: Sequence[int], most: Any) -> list[Any]:
 
 def _continuous(name: str, contexts: Sequence[Sequence[int]]) -> None:
     """Check that context ranges begin at 1 and have no gap, in which nothing would serve."""
+    for low, high in contexts:
+        if low > high:
+            _fail(name, [low, high], f"the range {low}..{high} is empty")
     if contexts[0][0] != 1:
         _fail(name, contexts[0], "the first context range must start at 1")
     for (low, high), after in pairwise(contexts):
@@ -280,12 +284,27 @@ def merged(ends: Sequence[int], values: Sequence[Any]) -> list[list[Any]]:
     return found
 
 
+KEYS = {
+    BatchTable: {"table": BY_BATCH},
+    Confidence: {"confidence_threshold": HF_KEYS[2]},
+    HFHeuristic: {"confidence_threshold": HF_KEYS[2]},
+    LlamaCppDraft: dict(zip(("gamma", "gamma_min", "p_min"), LLAMACPP_KEYS, strict=True)),
+    TensorRTLLM: {
+        "schedule": "draft_len_schedule", "window": "acceptance_window",
+        "threshold": "acceptance_length_threshold",
+    },
+}  # fmt: skip
+"""Keys of the engines' files, by parameter of the policy that has another name for them."""
+
+
 def _made(policy: Callable[..., Made], *values: Any, **options: Any) -> Made:
-    """Return the policy; SettingsError with its own words if it refuses the values."""
+    """Return the policy; SettingsError in its words, with the file's keys, if it refuses values."""
     try:
         return policy(*values, **options)
     except ValueError as error:
-        raise SettingsError(str(error)) from None
+        keys = KEYS.get(policy, {})  # type: ignore[call-overload]
+        said = re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), str(error))
+        raise SettingsError(said) from None
 
 
 def _check_whole(name: str, value: object, least: int, most: int) -> None:
