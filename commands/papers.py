@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -233,7 +233,7 @@ def print_evidence(
     emit(
         "papers", [row._asdict() for row in rows], json, out=out,
         more={"records": records, "notes": remarks},
-        tables=lambda: [Shown(records, title, notes=remarks)],
+        tables=lambda: [Shown([_line(record) for record in records], title, notes=remarks)],
     )  # fmt: skip
     shown = {row.study for row in rows}
     for name, text in SOURCES.items():
@@ -241,6 +241,21 @@ def print_evidence(
             note(f"{name}: {text}")
     if logs is None:
         note("--logs FOLDER adds the logs of EAGLE and Spec-Bench")
+
+
+def _line(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the printed row of a study's record: one that fits a line."""
+
+    def share(good: str, of: str) -> str | None:
+        return f"{record[good]} of {record[of]}" if record[of] else None
+
+    return {
+        "study, and what was given": f"{record['study']}: {record['given']}",
+        "rows": record["rows"], "median": record["median"], "worst": record["worst"],
+        "in interval": share("covered", "intervals"),
+        "right side of 1x": share("sign_right", "signs"),
+        "right rank": share("rank_right", "ranks"),
+    }  # fmt: skip
 
 
 def shown_papers(rows: Sequence[Row]) -> list[Shown]:
@@ -304,8 +319,10 @@ def check(
         f"{count - len(failed)} of {count} closed forms agree with simulation (largest difference "
         f"{worst:.1f} standard errors){also}"
     )
-    title = "the largest difference of each formula from simulation; --json has every setting"
+    title = "the largest difference of each formula from simulation"
     emit("check", rows, json, out=out, tables=lambda: [Shown(_worst(rows), title)])
+    if json is None:
+        note("--json has every setting")
     if len(failed):
         note(f"these disagree with simulation: {', '.join(failed['formula'])}")
         raise typer.Exit(1)

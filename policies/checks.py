@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,12 +34,14 @@ VOCABULARY = 1000
 
 
 class NamedValues(SimpleNamespace):
-    """The values of a drafted token or a target score, and no others."""
+    """The values of a drafted token, and no others."""
+
+    known: ClassVar[str] = f"a draft signal ({', '.join(SIGNALS)})"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise PolicyError(f"reads {name!r}, which is not a draft signal ({', '.join(SIGNALS)})")
+        raise PolicyError(f"reads {name!r}, which is not {self.known}")
 
 
 class ScriptedDecoder:

@@ -93,6 +93,8 @@ class Guarded:
         self._token, self._declared, self._declared_in = token, declared, declared_in
 
     def __getattr__(self, name: str) -> Any:
+        if name in self.__slots__:  # of a copy that has none yet
+            raise AttributeError(name)
         if name not in self._declared and name in names_of(self._declared_in):
             raise undeclared(name, self._declared_in)
         return getattr(self._token, name)

@@ -360,6 +360,7 @@ def changed(name: str, path: str, value: Any) -> Any:
         ("sglang", "meta_info.spec_num_proposed_drafts", 10**15, "in 33 rounds, expected at"),
         ("aiperf", "spec_decode_acceptance.per_step_accepted", 1, "per_step_accepted is no list"),
         ("eagle", "choices.0.wall_time", [float("inf"), 1.0], "wall_time is no list of positive"),
+        ("eagle", "choices.0", {}, r"has no choices\[0\] with idxs, new_tokens, wall_time: "),
         ("by-start", "acc_eagle.acc_len", [2**70, 1, 1], "acc_eagle holds 1,180,591,620,717,411"),
         ("by-start", "generated_token_ids", [3, 4, 2**63], "generated_token_ids holds 9,223,372"),
         ("llama-bench", "samples_ns", [[1], "x"], "samples_ns is"),

@@ -174,6 +174,8 @@ def test_every_large_error_is_explained_or_said_not_to_be(run: Run) -> None:
         assert any(note.on(*names) for names in records) or SERVER.startswith(note.study), note
     for study in {study for study, _ in records} | {SERVER, EAGLE_STUDY, SPECBENCH_STUDY}:
         assert any(name in study for name in SOURCES), study
+    ran = run("papers", "--measured", "--table", "vLLM EAGLE, Llama")
+    assert ran.out.count("2 of 2  2 of 2  2 of 2") == 1
     ran = run("papers", "--measured", "--table", "GammaTune")
     assert "GammaTune Table 1 (quantised): Not explained by any kernel." in ran.out
     assert "SGLang" not in ran.out

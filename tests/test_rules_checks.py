@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,18 @@ class UndeclaredScore(TokenRule):
         return bool(score.match or score.entropy > 1)
 
 
+class MisspeltScore(TokenRule):
+    def accepts(self, token: Any, score: Any) -> bool:
+        return bool(score.matches)
+
+
+class Copying(TokenRule):
+    """Keeps copies of what it is given."""
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        return bool(deepcopy(score).match)
+
+
 class UndeclaredSignal(TokenRule):
     def accepts(self, token: Any, score: Any) -> bool:
         return bool(token.prob > 0.5)
@@ -143,6 +156,7 @@ class NoCopy(Counting):
 def test_a_rule_with_state_of_its_own_is_fine() -> None:
     check_rule(Counting())
     check_rule(Numpy())
+    check_rule(Copying())
 
 
 @pytest.mark.parametrize(
@@ -156,6 +170,7 @@ def test_a_rule_with_state_of_its_own_is_fine() -> None:
         (Peeking(), "more than look_ahead=0 after them"),
         (FalselyLossless(), "calls itself lossless but accepted"),
         (UndeclaredScore(), "reads the score 'entropy' without declaring it"),
+        (MisspeltScore(), "reads 'matches', which is not a target score"),
         (UndeclaredSignal(), "reads the signal 'prob' without declaring it"),
         (UnknownScore(), "unknown signals or scores: mood"),
         (NegativeLookAhead(), "look_ahead of -1"),

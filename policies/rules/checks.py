@@ -15,6 +15,12 @@ VOCAB, ROUNDS = 20, 60
 """Tokens of the vocabulary that rounds are drawn from, and rounds of a check."""
 
 
+class NamedScores(NamedValues):
+    """The values of a target score, and no others."""
+
+    known = f"a target score ({', '.join(SCORES)})"
+
+
 def sample_round(
     rng: np.random.Generator, length: int, temperature: float = 0.0
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -152,7 +158,7 @@ def _accept(
 ) -> int:
     accepted = rule.accept(
         [Guarded(NamedValues(**values), rule.reads) for values in draft],
-        [Guarded(NamedValues(**values), rule.needs, "needs") for values in scores],
+        [Guarded(NamedScores(**values), rule.needs, "needs") for values in scores],
     )
     return length_from("accept", accepted, len(draft))
 

@@ -141,8 +141,10 @@ def turns_of(at: str, row: Mapping[str, Any], most: Mapping[str, int]) -> tuple[
     ``most``: how large the counts can be, by name.  Raises FileError if a list is missing, holds
     anything else, or has another length than the others.
     """
-    if not (choice := next(iter(choices_of(row)), {})):
-        raise FileError(f"{at}: has no choices[0]: expected the answer to a question")
+    choice = next(iter(choices_of(row)), {})
+    if any(name not in choice for name in (*most, "wall_time")):
+        names = ", ".join([*most, "wall_time"])
+        raise FileError(f"{at}: has no choices[0] with {names}: expected a file of this format")
     counts = [wholes(at, name, choice.get(name), most=n) for name, n in most.items()]
     walls = choice.get("wall_time")
     if not isinstance(walls, list) or not all(is_seconds(w) for w in walls):
