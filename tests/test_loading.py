@@ -103,7 +103,8 @@ def test_positions_that_take_no_mask_of_ours_are_one_line(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text", "olmo3"])
 def test_layers_that_take_other_arguments_than_llamas_are_left_out_of_a_profile(kind: str) -> None:
-    config = CONFIG_MAPPING[kind](
+    configuration: Any = CONFIG_MAPPING[kind]
+    config = configuration(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
