@@ -10,14 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, FalconForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FalconConfig,
+    FalconForCausalLM,
+)
 
 from policies.core import speculate
 from policies.registry import parse_policy
 from profiler.decoding.single import ModelDecoder
-from profiler.models.loading import load_pair
+from profiler.latency.table import Grid
+from profiler.models.loading import Pair, load_pair
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
+from profiler.profile import LatencyProfile
 from profiler.recording.run import BUNDLED, RunInfo, read_run, write_run
 from profiler.recording.trace import Recorder
 from tests import bundled
@@ -91,6 +99,24 @@ def test_positions_that_take_no_mask_of_ours_are_one_line(tmp_path: Path) -> Non
         part.save_pretrained(tmp_path)
     with pytest.raises(DraftsimError, match="FalconForCausalLM with ALiBi positions takes no mask"):
         load_pair(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text", "olmo3"])
+def test_layers_that_take_other_arguments_than_llamas_are_left_out_of_a_profile(kind: str) -> None:
+    configuration: Any = CONFIG_MAPPING[kind]
+    config = configuration(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    with pytest.raises(DraftsimError, match=f"{type(model).__name__} cannot run its layers one by"):
+        LayerRunner(model, 16)
+    measured = LatencyProfile(
+        Pair(model, model, tokenizer=None, meta={}),
+        Grid(widths=(1, 2), contexts=(8,), prompts=(4,)),
+    )
+    assert not [*measured._layers()]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, 0.9)], ids=lambda s: s.label)

@@ -35,17 +35,21 @@ class LayerRunner(Runner):
         self._inner = inner
         self._head = model.get_output_embeddings()
         self._layers = list(inner.layers)
-        with torch.inference_mode():
-            like = inner.embed_tokens(torch.zeros(1, dtype=torch.long, device=self.device))
-            self.rotary: tuple[Tensor, Tensor] = inner.rotary_emb(
-                like, position_ids=self._positions
-            )
-            """Cosines and sines of every slot's position, (1, slots, head_dim) each."""
-        self._check()
+        try:
+            self._check()
+        except (AttributeError, TypeError, ValueError) as error:  # called in another way
+            raise DraftsimError(
+                f"{type(model).__name__} cannot run its layers one by one ({error}): early exit "
+                "and heads work for Llama, Mistral and Qwen models"
+            ) from None
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """Check that the layers one by one are the model."""
+        """Compute the positions' states; check that the layers one by one are the model."""
+        like = self._inner.embed_tokens(torch.zeros(1, dtype=torch.long, device=self.device))
+        cos, sin = self._inner.rotary_emb(like, position_ids=self._positions)
+        self.rotary: tuple[Tensor, Tensor] = cos, sin
+        """Cosines and sines of every slot's position, (1, slots, head_dim) each."""
         count = min(5, self.cache.slots, self.max_positions)
         ids = torch.arange(count, device=self.device) % self.vocab_size
         whole = self.forward(ids, 0)
