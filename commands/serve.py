@@ -260,7 +260,12 @@ def serve(
         note(f"{recording.said}: {said}")
         print_table(shown(rows))
         if measured:
-            print_table(measured, title="The requests of --arrivals, predicted and measured")
+            in_ms = [
+                {**row, "metric": row["metric"].replace("_s", ", ms"),
+                 **{side: 1e3 * row[side] for side in ("predicted", "measured")}}
+                for row in measured
+            ]  # fmt: skip
+            print_table(in_ms, title="The requests of --arrivals, predicted and measured")
 
     more = {"measured": measured} if measured else None
     emit("serve", rows, json, more=more, printed=printed)

@@ -111,7 +111,7 @@ def test_after_a_plain_install_models_are_one_line_away(recorded: Path, tmp_path
         code, said = found[name]
         if name == "demo":  # after what needs no models
             said = said.splitlines(keepends=True)[-1]
-        needs("profile", (code, said))
+        needs("profile,smollm2" if name == "fetch" else "profile", (code, said))
     needs("cluster", found["cluster"])
     assert found["engine"][0] == 2
     assert "vLLM is not installed here" in found["engine"][1].splitlines()[-1]

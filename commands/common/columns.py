@@ -137,7 +137,7 @@ COLUMNS: dict[str, str] = {
     "without drift": "median error after correcting for a slower machine",
     "misranked": "pairs of policies predicted in the wrong order",
     "wrong side of 1x": "speedups predicted on the wrong side of 1",
-    "metric": "time to first token, per output token, or end to end, in seconds",
+    "metric": "time to first token, per output token, or end to end; _s is in seconds",
     "statistic": "mean or percentile over requests",
     "p50": "median over requests",
     "p90": "90th percentile over requests",
