@@ -15,6 +15,7 @@ import transformers
 from policies.lengths.basic import Fixed
 from profiler.checks.differences import output_of, rounds_differ
 from profiler.checks.spot_check import PlannedPolicy, run_batches
+from profiler.features.heads import ExitHeads
 from profiler.models.graphs import GraphRunner
 from profiler.models.loading import Pair, load_pair
 from profiler.models.runner import NO_LIMIT, Runner, context_of, windows_of
@@ -24,11 +25,15 @@ from profiler.profile import Settings, assemble
 from profiler.prompts import Prompt
 from profiler.recording.run import BUNDLED
 from profiler.recording.trace import Recorder, slots_needed
-from tests.replayed import assert_decoded_as_replayed
+from profiler.sources.exit_record import ExitRecorder
+from profiler.sources.run import SourceRunner
+from profiler.sources.start_record import record_along
+from tests.replayed import assert_decoded_as_replayed, run_as_replayed
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
+from traces.sources import EarlyExit
 
 WINDOW, NEW, GAMMA, VOCAB = 8, 16, 5, 61
 LENGTHS = (24, 3)
@@ -263,3 +268,17 @@ def test_layers_run_one_by_one_have_windows_of_their_own(kind: str, maskless: bo
     for start, stop in ((0, 14), (14, 15), (15, 24)):
         states = runner.run_layers(runner.embed(ids[start:stop]), start, range(runner.layers))
         torch.testing.assert_close(runner.logits(states), whole[start:stop], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
+def test_early_exit_decoded_for_real_has_the_rounds_of_its_replay(kind: str) -> None:
+    target, recorded = pair(kind).target, trace(kind)
+    heads = ExitHeads((1, 2), SHAPE["hidden_size"]).start_from(target.model.norm.weight.detach())
+    source, policy = EarlyExit(0.3, 0.0, 1.0), Fixed(4)
+    wide = LayerRunner(target, ExitRecorder.slots_needed(recorded.longest, 4))
+    recordings = {
+        "early-exit": record_along(ExitRecorder(wide, heads, [source.setting(4)]), recorded)
+    }
+    runner = SourceRunner(target, recorded, {"early-exit": heads})
+    _, log = run_as_replayed(runner, source, policy, recorded, recordings)
+    assert 0 < log.rounds["accepted"].sum() < log.rounds["drafted"].sum()
