@@ -173,7 +173,7 @@ def fitted(pair: Pair, grid: Grid) -> Grid:
 
 def _positions(pair: Pair) -> int:
     """Return the positions that both models know."""
-    return min(context_of(model)[0] for model in (pair.target, pair.draft))
+    return min(context_of(model) for model in (pair.target, pair.draft))
 
 
 def held_grid(pair: Pair, settings: Settings, meta: Mapping[str, Any]) -> Grid:
@@ -346,7 +346,7 @@ def assemble(
 def _check_context(
     pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[torch.Tensor], new: int
 ) -> None:
-    room, limit = min(context_of(model) for model in (pair.target, pair.draft))
+    room = min(context_of(model) for model in (pair.target, pair.draft))
     for prompt, ids in zip(prompts, encoded, strict=True):
         length = int(ids.shape[0])
         if length == 0:
@@ -357,5 +357,5 @@ def _check_context(
         elif length + new > room:
             raise DraftsimError(
                 f"prompt {prompt.id!r} of {length} tokens and {new} new ones exceed the pair's "
-                f"{limit} of {room}: shorten it or lower --max-new-tokens"
+                f"context of {room}: shorten it or lower --max-new-tokens"
             )

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 from transformers import (
-    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
     TopPLogitsWarper,
 )
 
@@ -30,7 +24,7 @@ from profiler.checks.differences import output_of, rounds_differ
 from profiler.checks.spot_check import PlannedPolicy, assisted_generation, run_batches, run_requests
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
-from profiler.models.runner import Runner, context_of
+from profiler.models.runner import Runner
 from tests import batched, bundled
 from tests.outputs import greedy
 from tests.replayed import assert_decoded_as_replayed
@@ -297,32 +291,3 @@ def test_prompts_that_do_not_fit_are_refused_with_the_numbers() -> None:
         ModelDecoder(target, draft, torch.zeros(room, dtype=torch.long), 8)
     with pytest.raises(DraftsimError, match="the prompt is empty"):
         ModelDecoder(target, draft, torch.zeros(0, dtype=torch.long), 8)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (MistralConfig(sliding_window=8), (8, "attention window")),
-        (MistralConfig(sliding_window=None), (131072, "context")),
-        (Qwen2Config(use_sliding_window=False, sliding_window=8), (32768, "context")),
-        (Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=99),
-         (32768, "context")),
-        (Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1),
-         (8, "attention window")),
-        (Llama4TextConfig(attention_chunk_size=8), (8, "attention window")),
-        (LlamaConfig(), (2048, "context")),
-    ],
-)  # fmt: skip
-def test_texts_longer_than_an_attention_window_are_refused(
-    config: Any, expected: tuple[int, str]
-) -> None:
-    # All passes here attend to everything before, as the model does only within its window.
-    assert context_of(SimpleNamespace(config=config)) == expected
-    if isinstance(config, MistralConfig) and config.sliding_window:
-        shape = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-        small = MistralConfig(sliding_window=8, attn_implementation="sdpa", **shape, **heads)
-        runner = Runner(MistralForCausalLM(small).eval(), 32)
-        ModelDecoder(runner, runner, torch.zeros(5, dtype=torch.long), 3)
-        with pytest.raises(DraftsimError, match="exceed the attention window of 8"):
-            ModelDecoder(runner, runner, torch.zeros(6, dtype=torch.long), 3)

@@ -339,7 +339,7 @@ def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Pat
         task = progress.add_task("training heads", total=len(absent) + 1)
         samples = own_text(pair.target, encoded)
         progress.advance(task)
-        runner = LayerRunner(pair.target, min(512, context_of(pair.target)[0]))
+        runner = LayerRunner(pair.target, min(512, context_of(pair.target)))
         for name in absent:
             train_all(runner, samples, Path(made), [name])
             (Path(made) / FILES[name]).replace(own / FILES[name])
@@ -357,7 +357,7 @@ def timed_layers(pair: Pair, longest: int, modules: Modules | None = None) -> La
     from profiler.sources.latency import CONTEXTS, widest_pass
 
     slots = max(reaching(CONTEXTS, longest)) + widest_pass(modules or {})
-    return LayerRunner(pair.target, min(context_of(pair.target)[0], slots))
+    return LayerRunner(pair.target, min(context_of(pair.target), slots))
 
 
 def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:

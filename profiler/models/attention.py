@@ -39,6 +39,11 @@ It is finite, so that a part with only masked keys has a log-sum-exp of weight z
 """
 
 
+def to_add(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a boolean mask as numbers to add to attention's scores."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
 def parts_of(visible: int, heads: int, rows: int, processors: int) -> int:
     """Return the number of equal parts to cut `visible` keys into; 1 if there are enough blocks.
 

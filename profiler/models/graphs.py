@@ -196,12 +196,15 @@ class GraphRunner(Runner):
         slots = torch.where(held.positions < 0, cache.scratch, held.positions)
         cache.place_ragged(self._rows[:batch], slots, visible)
         places = held.positions.clamp(min=0)
-        seen = self._positions[0, :visible] <= places[:, :, None]  # (batch, width, visible)
+        # (batch, 1, width, visible)
+        seen = self._positions[0, :visible] <= places[:, None, :, None]
         parts = parts_of(visible, batch * self._heads, width * self._group, self._processors)
         with attending(self.model, "draftsim_grouped", self._attention):
             out = self.model(
                 input_ids=held.tokens,
-                attention_mask=split_mask(seen, self._group, self._dtype, parts),
+                attention_mask=self._masks(
+                    seen, lambda mask: split_mask(mask[:, 0], self._group, self._dtype, parts)
+                ),
                 position_ids=places,
                 past_key_values=cache,
                 use_cache=True,
@@ -227,7 +230,7 @@ class CompiledRunner(GraphRunner):
 
     def __init__(self, model: Any, slots: int, batch: int = 1) -> None:
         super().__init__(compiled(model), slots, batch)
-        self.cache = ApartCache(self.layers, self.cache.slots, batch)
+        self.cache = ApartCache(self.layers, self.cache.slots, batch, self._firsts)
 
 
 class ApartCache(SlotCache):

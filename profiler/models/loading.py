@@ -176,7 +176,7 @@ def load_pair(
         "draft": describe_model(models[1], draft),
         "tokenizer": {"class": type(tokenizers[0]).__name__, "vocab_size": len(tokenizers[0])},
         "dtype": str(kind).removeprefix("torch."),
-        "attention": "sdpa",
+        "attention": "+".join(dict.fromkeys(m.config._attn_implementation for m in models)),
         **describe_device(where),
     }
     _share_vocabulary(models)
@@ -241,6 +241,9 @@ def _load(factory: Any, path: str | Path, what: str, **options: Any) -> Any:
         raise
     except Exception as error:
         text = " ".join(str(error).split())
+        # Gemma 2 and gpt-oss have no fused attention.
+        if "scaled_dot_product_attention" in text and options.get("attn_implementation") == "sdpa":
+            return _load(factory, path, what, **{**options, "attn_implementation": "eager"})
         if "gated" in text or "401" in text or "403" in text:
             advice = "it needs an access token: set HF_TOKEN, or use a pair that is public"
         elif "trust_remote_code" in text:

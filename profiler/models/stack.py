@@ -140,9 +140,7 @@ class LayerRunner(Runner):
         Returns (tokens, hidden) states after the last of the layers.
         """
         stop = start + hidden.shape[0]
-        self.cache.place(start, stop)
-        if mask is None:
-            mask = self._causal_mask(start, stop)
+        masks = self._placed(start, stop, mask)
         if positions is None:
             at, cos, sin = (t[:, start:stop] for t in (self._positions, *self.rotary))
         else:
@@ -150,7 +148,8 @@ class LayerRunner(Runner):
         states = hidden[None]
         for i in which:
             out = self._layers[i](
-                states, attention_mask=None if mask is None else mask[None, None], position_ids=at,
+                states, position_ids=at,
+                attention_mask=masks[self._kinds[i]] if self._kinds else masks,
                 position_embeddings=(cos, sin), past_key_values=self.cache, use_cache=True,
             )  # fmt: skip
             states = out[0] if isinstance(out, tuple) else out

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from profiler.decoding.single import check_prompt
-from profiler.models.attention import TokenBlock
+from profiler.models.attention import TokenBlock, to_add
 from profiler.models.runner import Runner
 from profiler.models.sampling import (
     ROWS,
@@ -132,7 +132,8 @@ class Branches:
         path = int(self.wrong_at[branch[-1]])
         own = (branch[None] == branch[:, None]).tril()
         sees = torch.cat([self.sees[branch, :path], own], dim=1)
-        return TokenBlock(tokens, path, _to_add(sees, runner))
+        # Attention would make numbers of booleans again in every layer.
+        return TokenBlock(tokens, path, to_add(sees, runner.model.dtype))
 
 
 def spans_of(branch: Tensor, most: int) -> list[slice]:
@@ -149,12 +150,6 @@ def spans_of(branch: Tensor, most: int) -> list[slice]:
             spans.append(slice(begin, end))
             begin = end
     return spans
-
-
-def _to_add(sees: Tensor, runner: Runner) -> Tensor:
-    # Attention would make numbers of booleans again in every layer.
-    mask = torch.zeros(sees.shape, dtype=runner.model.dtype, device=sees.device)
-    return mask.masked_fill_(~sees, -torch.inf)
 
 
 @dataclass
@@ -392,7 +387,7 @@ class Recorder:
             owners = torch.cat([owners, branch])
             sees = torch.cat([branches.sees[branch], owners[None] == branch[:, None]], dim=1)
             logits = self.draft.forward(
-                feed, start, mask=_to_add(sees, self.draft),
+                feed, start, mask=to_add(sees, self.draft.model.dtype),
                 positions=branches.wrong_at[branch] + step,
             )  # fmt: skip
             at = torch.full_like(branch, step)

@@ -52,7 +52,8 @@ FRAMEWORK_S = (-0.0006, 0.0013)
 launches, and a step's own host time was at most 1.3 ms."""
 UNLIKE = {
     "openai/gpt-oss": "gpt-oss is published with experts in 4 bits, and every second layer attends "
-    "to 128 tokens: composed with 16 bits and whole contexts, its passes are too slow",
+    "to 128 tokens: composed with 16 bits and whole contexts, its passes are too slow, and the "
+    "cache blocks that are counted for it too few",
 }
 """Differences of composed passes from a family of models, by the beginning of its hub name."""
 DRAFT_GRAPH = (
