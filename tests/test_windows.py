@@ -248,6 +248,11 @@ def test_lone_tokens_and_short_prompts_need_no_mask(kind: str) -> None:
         )
 
 
+def test_static_passes_of_attention_that_they_do_not_have_are_refused() -> None:
+    with pytest.raises(DraftsimError, match="GptOssConfig has no fused attention"):
+        GraphRunner(model("gpt-oss"), 32)
+
+
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "gemma3", "llama4"])
 def test_static_passes_see_what_others_see(kind: str) -> None:
     plain, static = Runner(pair(kind).target, 64), GraphRunner(pair(kind).target, 64)

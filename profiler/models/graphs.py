@@ -30,6 +30,7 @@ from profiler.models.attention import (
     split_mask,
 )
 from profiler.models.runner import Runner, SlotCache
+from traces.errors import DraftsimError
 
 WIDEST = 32
 """Tokens per sequence up to which a pass is captured; wider ones (prompts) run eagerly."""
@@ -106,6 +107,8 @@ class GraphRunner(Runner):
     Parameters
     ----------
     model, slots, batch: As for `Runner`; slots are rounded up to a multiple of `GRANULARITY`.
+
+    Raises DraftsimError for a model without fused attention.
     """
 
     _attention = staticmethod(grouped_attention)
@@ -113,6 +116,12 @@ class GraphRunner(Runner):
     def __init__(self, model: Any, slots: int, batch: int = 1) -> None:
         super().__init__(model, -(-slots // GRANULARITY) * GRANULARITY, batch)
         config = model.config.get_text_config()
+        if not self._fused:
+            # Its attention knows neither capped scores (Gemma 2) nor sinks (gpt-oss).
+            raise DraftsimError(
+                f"{type(config).__name__} has no fused attention, which CUDA graphs and compiled "
+                "layers need: profile it eagerly"
+            )
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._heads: int = config.num_key_value_heads
         self._dtype = next(model.parameters()).dtype
