@@ -179,6 +179,30 @@ def test_a_block_of_experts_is_known_without_its_timings() -> None:
         assert (np.diff(seconds) > 0).all()
 
 
+@pytest.mark.parametrize(
+    ("device", "name", "shared", "origin"),
+    [
+        ("h100", "mixtral-8x7b", 4, MEASURED),
+        *(("rtx-pro-6000", "qwen3-30b-a3b", shared, NEAR) for shared in (2, 4, 8)),
+    ],
+)
+def test_a_gpu_reads_its_slice_of_the_experts(
+    device: str, name: str, shared: int, origin: str
+) -> None:
+    """Timed whole, one by one or as a block, experts are divided as their products are."""
+    table, model = bundled_operators(device), find_architecture(name)
+    whole = ["moe", "expert_gate", "expert_up", "expert_down", "expert_act"]
+    hidden = OperatorTable(table.rows[~table.rows["operator"].isin(whole)], table.meta)
+    tokens = 2.0 ** np.arange(12)
+    timed, products = (Composer(one, device).dense for one in (table, hidden))
+    timed_s, products_s = (one.experts_s(model, shared, tokens) for one in (timed, products))
+    assert np.median(np.abs(products_s / timed_s - 1)) < 0.2
+    # Weights of the experts reached, by the memory's bandwidth.
+    bytes_read = 2 * 3 * model.hidden * model.inner * experts_reached(model, tokens) / shared
+    assert (timed_s > bytes_read / DEVICES[device].bandwidth).all()
+    assert timed.experts_origin(model, shared) == origin
+
+
 def test_verifying_reaches_more_experts() -> None:
     """Two tokens reach nearly twice the experts of one: a verification is no longer free."""
     names = {

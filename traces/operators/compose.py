@@ -256,7 +256,7 @@ class Composer:
         model, shared = placed.model, placed.shared
         found = {name: part.origin for name, part in self.dense.layer(model, shared).items()}
         if model.experts:
-            found["experts"] = self.dense.experts_origin(model)
+            found["experts"] = self.dense.experts_origin(model, shared)
         found["attention"] = self.attention.origin(model, shared)
         if shared > 1:
             found["all_reduce"] = self.dense.all_reduce_s(np.ones(1), shared)[1]
