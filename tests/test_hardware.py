@@ -40,6 +40,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.operators.devices import DEVICES, find_device
 from traces.operators.shapes import find_architecture
+from traces.store.recordings import find_latency
 
 EIGHT = SHAPES["meta-llama/Llama-3.1-8B"]
 SEVEN = SHAPES["lmsys/vicuna-7b-v1.5"]
@@ -159,6 +160,18 @@ def test_a_carried_table_is_the_other_devices_and_says_so() -> None:
         assert "scaled" not in home.meta
     same = carry_over(home, DEVICES["h200"])
     np.testing.assert_allclose(same.cells["median_s"], home.cells["median_s"])
+
+
+def test_sequences_that_decode_with_prompts_are_carried_as_other_passes_are() -> None:
+    home = find_latency("rtx-4090/llama-3.1-8b")
+    away = carry_over(home, DEVICES["l4"])
+    ratio = home.cells.assign(ratio=away.cells["median_s"] / home.cells["median_s"])
+    alone, along = (
+        ratio[ratio["phase"] == phase].set_index(["batch", "new_tokens", "context"])["ratio"]
+        for phase in ("forward", "with_prompts")
+    )
+    assert along.min() > 1
+    np.testing.assert_allclose(along, alone[along.index])
 
 
 def test_shapes_are_read_from_provenance() -> None:

@@ -17,7 +17,9 @@ from traces.store.operators import operators_alone
 
 MOST_ERROR = 0.25
 """Median relative error on the measured passes beyond which a fit describes no such table."""
-PASSES = ("forward", "catch_up", "settling", "prefill", "layer")
+PASSES = (
+    "forward", "with_prompts", "pass", "catch_up", "along", "settling", "tree", "prefill", "layer",
+)  # fmt: skip
 """Phases that run a model's layers, and so scale as its passes do."""
 
 
@@ -236,9 +238,10 @@ def _shaded(latency: LatencyTable, draft: float, verify: float) -> LatencyTable:
     cells = latency.cells.copy()
     target = cells["model"] == "target"
     cells.loc[~target & cells["phase"].isin(DRAFTING), "median_s"] *= draft
-    passes = cells[target & (cells["phase"] == "forward")]
+    passes = cells[target & cells["phase"].isin(["forward", "with_prompts"])]
     seconds, narrow = passes["median_s"], passes["new_tokens"] == 1
-    least = seconds.where(narrow).groupby([passes["batch"], passes["context"]]).transform("max")
+    alike = [passes[size] for size in ("phase", "batch", "context")]
+    least = seconds.where(narrow).groupby(alike).transform("max")
     wide = (seconds * verify).clip(lower=least)
     cells.loc[passes.index, "median_s"] = wide.where(passes["new_tokens"] > 1, seconds)
     return LatencyTable(cells, latency.meta)
