@@ -336,14 +336,15 @@ class Composer:
         shares = {role: BYTES * one.model.parameters / one.shared for role, one in roles.items()}
         held = sum(shares.values())
         if held > self.device.memory:
+            largest = max(shares, key=lambda role: shares[role])
             more = 2
-            while held - shares["target"] * (1 - 1 / more) > self.device.memory and more < 64:
+            while held - shares[largest] * (1 - 1 / more) > self.device.memory and more < 64:
                 more *= 2
             names = " + ".join(placed.name for placed in roles.values())
             raise DraftsimError(
                 f"{names}: the weights take {held / 1e9:.0f} GB of one {self.device.name}, which "
-                f"has {self.device.memory / 1e9:.0f}: share the target, as in "
-                f"{roles['target'].model.name}@tp{more * roles['target'].shared}"
+                f"has {self.device.memory / 1e9:.0f}: share the {largest}, as in "
+                f"{roles[largest].model.name}@tp{more * roles[largest].shared}"
             )
 
 
