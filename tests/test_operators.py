@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 import pytest
 
+from commands.common.drafted import latencies
 from simulator.papers.ours import Ours
 from simulator.papers.settings import setting_rows
 from tests.conftest import Run
@@ -245,6 +246,13 @@ def test_names_of_composed_latencies(tmp_path: Path) -> None:
     with pytest.raises(DraftsimError, match=r"name one, as in .*:rtx-3090/llama-3.1-8b"):
         find_composed(f"{path}/llama-3.1-8b")
     assert find_composed(f"{path}:a6000/llama-3.1-8b") is not None
+    for name in (f"{path}:a6000/llama-3.1-8b", f"{path}:a6000:operators/llama-3.1-8b"):
+        found = latencies([name], "bundled", priced=False)
+        assert found[name].meta["composed"].startswith(f"{path}:a6000")
+    messages = bundled_operators("a100").of(operator="all_reduce")
+    write_operators(OperatorTable(messages, {}), path)
+    with pytest.raises(DraftsimError, match="no layer's operators were timed on a100-80gb"):
+        find_composed(f"{path}/llama-3.1-8b")
     assert find_composed("runs/mine") is None
     assert find_composed("smollm2-cpu") is None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -286,7 +287,7 @@ def _curves(rows: pd.DataFrame) -> dict[tuple[str, str, int], Part]:
     per_layer, measured = rows["per_layer"].tolist(), rows["measured"].to_numpy() == 1
     cuts = [i for i, name in enumerate(names) if not i or name != names[i - 1]]
     found = {}
-    for first, last in zip(cuts, [*cuts[1:], len(names)], strict=True):
+    for first, last in pairwise([*cuts, len(names)]):
         curve = Curve(tokens[first:last], seconds[first:last])
         operator, model, shared = names[first]
         origin = MEASURED if measured[first:last].all() else CORRECTED
