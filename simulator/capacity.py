@@ -592,12 +592,12 @@ def plan(
     if requests is not None:
         require("--requests", requests, 1)
     require("--max-replicas", most, 1)
-    sharing = max(latency.meta.get("tensor_parallel", {"target": 1}).values())
-    gpus = sharing if gpus is None else gpus
+    gpus = latency.gpus if gpus is None else gpus
     require("--gpus", gpus, 1)
-    if gpus < sharing:
+    if gpus < latency.gpus:
         raise DraftsimError(
-            f"--gpus is {gpus}, and {sharing} GPUs share a model of these latencies: leave it out"
+            f"--gpus is {gpus}, and {latency.gpus} GPUs share a model of these latencies: leave it "
+            "out"
         )
     if price is not None and not 0 <= price < math.inf:
         raise DraftsimError(f"--price is {price}, expected dollars an hour, 0 or more")

@@ -172,6 +172,8 @@ def test_sequences_that_decode_with_prompts_are_carried_as_other_passes_are() ->
     )
     assert along.min() > 1
     np.testing.assert_allclose(along, alone[along.index])
+    with pytest.raises(DraftsimError, match="2 GPUs share a model of these latencies"):
+        carry_over(find_latency("a100/llama-3.1-8b@tp2"), DEVICES["rtx-3090"])
 
 
 def test_shapes_are_read_from_provenance() -> None:

@@ -83,11 +83,16 @@ def scaling_error(note: Mapping[str, Any]) -> str:
 def fit_table(latency: LatencyTable, shapes: Mapping[str, ModelShape]) -> tuple[Roofline, float]:
     """Return the cost model of the device measured, and its median relative error on the passes.
 
-    Raises DraftsimError if the device or the shapes are not known, the passes ran in float32 (data
-    sheets give the rates of bf16), there are too few of them, or the fit misses them by more than
-    `MOST_ERROR`.
+    Raises DraftsimError if the device or the shapes are not known, several GPUs share a model, the
+    passes ran in float32 (data sheets give the rates of bf16), there are too few of them, or the
+    fit misses them by more than `MOST_ERROR`.
     """
     home = home_device(latency)
+    if latency.gpus > 1:
+        raise DraftsimError(
+            f"{latency.gpus} GPUs share a model of these latencies, and what they send each other "
+            "cannot be carried over: name latencies of one GPU, or composed for the GPU asked about"
+        )
     if latency.meta.get("dtype") == "float32":
         raise DraftsimError(
             "the latencies were measured in float32, and data sheets are compared by their bf16 "
