@@ -586,6 +586,7 @@ def plan(
     """
     rate = base.arrivals.rate_of(requests) if rate is None else rate
     if rate is None:
+        over_rates(base, [1.0])  # refuses arrivals that no rate can be given
         raise DraftsimError("the arrivals span no time: give --rate")
     if not 0 < rate < math.inf:
         raise DraftsimError(f"--rate is {rate}, expected a positive number of requests a second")

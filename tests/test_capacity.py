@@ -234,6 +234,14 @@ def test_a_queue_that_still_grows_is_no_judgement() -> None:
     assert PointVerdict([swamped, outcome, outcome], 0.95).kept
 
 
+def test_a_file_that_spans_no_time_has_no_rate_to_give(tmp_path: Path) -> None:
+    at_once = ArrivalFile(arrival_file(tmp_path / "a.csv", *(["0,30,20"] * 5)))
+    base = Scenario(at_once, Limits(4), requests=None, targets=parse_targets("ttft=1"))
+    for rate in (None, 2.0):
+        with pytest.raises(DraftsimError, match="spans no time: its rate cannot be scaled"):
+            plan(TRACE, LATENCY, PAIR, base, rate)
+
+
 def test_a_replica_has_the_gpus_that_share_its_model() -> None:
     meta = {**LATENCY.meta, "tensor_parallel": {"target": 4, "draft": 1}}
     shared = LatencyTable(LATENCY.cells, meta)
