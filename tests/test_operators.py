@@ -16,6 +16,7 @@ from simulator.papers.settings import setting_rows
 from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.latency.graphs import CAPTURED, CUDAGraphs
+from traces.latency.interpolate import EXTRAPOLATED
 from traces.latency.table import LatencyTable
 from traces.operators.attention import AttentionOperators, Heads, heads_of
 from traces.operators.compose import Composer, kv_blocks
@@ -178,6 +179,21 @@ def test_a_block_of_experts_is_known_without_its_timings() -> None:
     for device in ("h100", "a100", "rtx-3090", "rtx-4090"):
         seconds = Composer(bundled_operators(device), device).dense.experts_s(model, 1, tokens)
         assert (np.diff(seconds) > 0).all()
+
+
+def test_long_prompts_and_contexts_are_composed_and_not_extrapolated() -> None:
+    """Attention of a prompt grows with the square of it, which no fit to short ones knows."""
+    table = find_latency("a100/llama-3.1-8b")
+    composer, placed = Composer(bundled_operators("a100"), "a100-80gb"), Placed(EIGHT)
+    for width, context in ((24_000.0, 0.0), (120_000.0, 0.0), (1.0, 100_000.0), (5.0, 50_000.0)):
+        phase = "forward" if context else "prefill"
+        found = table.estimate("target", phase, new_tokens=width, context=context)
+        rows = one(width if context else 1)
+        exact = composer.factors.of(
+            composer.parts(placed, one(1), one(width), one(context), rows)
+        ).item()
+        assert found.seconds.item() == pytest.approx(exact, rel=0.1)
+        assert found.origin.item() != EXTRAPOLATED
 
 
 @pytest.mark.parametrize(

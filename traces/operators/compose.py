@@ -70,13 +70,15 @@ WIDTHS = (
     1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280,
     1536, 1792, 2048, 4096,
 )  # fmt: skip
-CONTEXTS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+CONTEXTS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 PROMPTS = (
     16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536,
-    1664, 1792, 1920, 2048, 4096, 8192,
+    1664, 1792, 1920, 2048, 4096, 8192, 16384, 32768, 65536, 131072,
 )  # fmt: skip
+"""Longer than a step's tokens, too: a chunk takes what its prompt takes up to its end, less what it
+takes up to its beginning."""
 MOST_TOKENS = 8192
-"""Tokens of the largest pass that has a cell."""
+"""Tokens of the largest pass over several sequences that has a cell."""
 
 GIB = 2**30
 USABLE = 0.985
@@ -365,7 +367,7 @@ def _grid(
     batches: Sequence[int], widths: Sequence[int], contexts: Sequence[int]
 ) -> tuple[Floats, Floats, Floats]:
     b, n, c = combined(batches, widths, contexts)
-    kept = b * n <= MOST_TOKENS
+    kept = (b == 1) | (b * n <= MOST_TOKENS)
     return b[kept], n[kept], c[kept]
 
 
