@@ -236,7 +236,10 @@ def test_devices_are_found_by_the_names_torch_gives_them() -> None:
         ("NVIDIA B200", "b200"), ("NVIDIA H20", "h20"), ("AMD Instinct MI300X OAM", "mi300x"),
     ):  # fmt: skip
         assert find_device(name).name == key
-    for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "A10G", "L40"):
+    for other in (
+        "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "A10G", "L40",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
+    ):  # fmt: skip
         with pytest.raises(DraftsimError, match="has no data-sheet entry"):
             find_device(other)
     with pytest.raises(DraftsimError, match=r"'h2o' has no data-sheet entry \(did you mean 'h20"):
