@@ -58,7 +58,10 @@ def capacity(
     price: Annotated[
         float | None, typer.Option(help="Price of a GPU, in dollars per hour.")
     ] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs per replica.")] = 1,
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="GPUs per replica. Default: those that share the model (@tpN), else 1."),
+    ] = None,
     max_replicas: Annotated[int, typer.Option(help="Try at most this many replicas.")] = 1024,
     requests: Annotated[
         int | None,

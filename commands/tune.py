@@ -183,7 +183,7 @@ def tune(
     captured = _captured(engine, tuned, table)
     line = launch.launch_line(
         engine, tuned.document, target=target, file=str(out or launch.FILE), drafter=drafter,
-        captured=captured,
+        captured=captured, shared=table.gpus,
     )  # fmt: skip
     more: dict[str, Any] = {
         "settings": tuned.document, "launch": line, "warnings": list(tuned.warnings)

@@ -421,7 +421,7 @@ def plan(
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
     num_gpu_blocks: int | None = None,
-    gpus: int = 1,
+    gpus: int | None = None,
     price: float | None = None,
     acceptance: Acceptance | None = None,
     source: str | None = None,
@@ -448,7 +448,7 @@ def plan(
     max_replicas:
         The most replicas to try.
     gpus:
-        GPUs per replica.
+        GPUs per replica; by default as many as share a model of `latency`.
     price:
         Price of a GPU in dollars per hour.
     curve:

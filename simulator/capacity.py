@@ -545,9 +545,10 @@ RATES = 6
 def plan(
     trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy], base: Scenario,
     rate: float | None, *, rule: VerifyRule | None = None,
-    requests: int | None = None, most: int = 1024, gpus: int = 1, price: float | None = None,
-    curve: bool = False, executor: Executor | None = None, path: str | Path | None = None,
-    progress: Progress | None = None, say: Callable[[str], None] = lambda _: None,
+    requests: int | None = None, most: int = 1024, gpus: int | None = None,
+    price: float | None = None, curve: bool = False, executor: Executor | None = None,
+    path: str | Path | None = None, progress: Progress | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the fewest replicas that meet the SLO at `rate` requests/s, a row per policy.
 
@@ -563,7 +564,8 @@ def plan(
     most:
         Most replicas to try.
     gpus, price:
-        GPUs per replica, and dollars per hour and GPU.
+        GPUs per replica (None: as many as share a model of `latency`), and dollars per hour and
+        GPU.
     curve:
         True to find the highest rates of other numbers of replicas, too.
     executor, path, progress:
@@ -584,13 +586,20 @@ def plan(
     """
     rate = base.arrivals.rate_of(requests) if rate is None else rate
     if rate is None:
+        over_rates(base, [1.0])  # refuses arrivals that no rate can be given
         raise DraftsimError("the arrivals span no time: give --rate")
     if not 0 < rate < math.inf:
         raise DraftsimError(f"--rate is {rate}, expected a positive number of requests a second")
     if requests is not None:
         require("--requests", requests, 1)
     require("--max-replicas", most, 1)
+    gpus = latency.gpus if gpus is None else gpus
     require("--gpus", gpus, 1)
+    if gpus < latency.gpus:
+        raise DraftsimError(
+            f"--gpus is {gpus}, and {latency.gpus} GPUs share a model of these latencies: leave it "
+            "out"
+        )
     if price is not None and not 0 <= price < math.inf:
         raise DraftsimError(f"--price is {price}, expected dollars an hour, 0 or more")
     runner = PointRunner(trace, latency, policies, base, rule)

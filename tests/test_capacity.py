@@ -234,6 +234,27 @@ def test_a_queue_that_still_grows_is_no_judgement() -> None:
     assert PointVerdict([swamped, outcome, outcome], 0.95).kept
 
 
+def test_a_file_that_spans_no_time_has_no_rate_to_give(tmp_path: Path) -> None:
+    at_once = ArrivalFile(arrival_file(tmp_path / "a.csv", *(["0,30,20"] * 5)))
+    base = Scenario(at_once, Limits(4), requests=None, targets=parse_targets("ttft=1"))
+    for rate in (None, 2.0):
+        with pytest.raises(DraftsimError, match="spans no time: its rate cannot be scaled"):
+            plan(TRACE, LATENCY, PAIR, base, rate)
+
+
+def test_a_replica_has_the_gpus_that_share_its_model() -> None:
+    meta = {**LATENCY.meta, "tensor_parallel": {"target": 4, "draft": 1}}
+    shared = LatencyTable(LATENCY.cells, meta)
+    asked: Any = {"latency": shared, "policies": {"fixed": Fixed(3)}, "price": 2.0}
+    [own] = planned(6.0, **asked)
+    assert own["gpus"] == 4 * own["replicas"]
+    assert own["cost_per_hour"] == 2 * own["gpus"]
+    [more] = planned(6.0, **asked, gpus=8)
+    assert more["gpus"] == 8 * own["replicas"]
+    with pytest.raises(DraftsimError, match="--gpus is 2, and 4 GPUs share a model"):
+        planned(6.0, **asked, gpus=2)
+
+
 def test_costs_are_those_of_the_fleet() -> None:
     priced = costs(3, 500.0, gpus=2, price=2.0)
     assert (priced["gpus"], priced["cost_per_hour"]) == (6, 12.0)

@@ -40,6 +40,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.operators.devices import DEVICES, find_device
 from traces.operators.shapes import find_architecture
+from traces.store.recordings import find_latency
 
 EIGHT = SHAPES["meta-llama/Llama-3.1-8B"]
 SEVEN = SHAPES["lmsys/vicuna-7b-v1.5"]
@@ -161,6 +162,20 @@ def test_a_carried_table_is_the_other_devices_and_says_so() -> None:
     np.testing.assert_allclose(same.cells["median_s"], home.cells["median_s"])
 
 
+def test_sequences_that_decode_with_prompts_are_carried_as_other_passes_are() -> None:
+    home = find_latency("rtx-4090/llama-3.1-8b")
+    away = carry_over(home, DEVICES["l4"])
+    ratio = home.cells.assign(ratio=away.cells["median_s"] / home.cells["median_s"])
+    alone, along = (
+        ratio[ratio["phase"] == phase].set_index(["batch", "new_tokens", "context"])["ratio"]
+        for phase in ("forward", "with_prompts")
+    )
+    assert along.min() > 1
+    np.testing.assert_allclose(along, alone[along.index])
+    with pytest.raises(DraftsimError, match="2 GPUs share a model of these latencies"):
+        carry_over(find_latency("a100/llama-3.1-8b@tp2"), DEVICES["rtx-3090"])
+
+
 def test_shapes_are_read_from_provenance() -> None:
     meta = {"layers": 32, "hidden_size": 4096, "vocab_size": 128256, "parameters": 8.03e9,
             "kv_values": 65536, "name": "llama"}  # fmt: skip
@@ -221,7 +236,10 @@ def test_devices_are_found_by_the_names_torch_gives_them() -> None:
         ("NVIDIA B200", "b200"), ("NVIDIA H20", "h20"), ("AMD Instinct MI300X OAM", "mi300x"),
     ):  # fmt: skip
         assert find_device(name).name == key
-    for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "A10G", "L40"):
+    for other in (
+        "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "A10G", "L40",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
+    ):  # fmt: skip
         with pytest.raises(DraftsimError, match="has no data-sheet entry"):
             find_device(other)
     with pytest.raises(DraftsimError, match=r"'h2o' has no data-sheet entry \(did you mean 'h20"):

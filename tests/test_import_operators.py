@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import Run
-from traces.errors import FileError
+from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
 from traces.importers.registry import import_log, looks_like
 from traces.operators.dense import LAUNCH_S, fused_s
@@ -134,6 +134,10 @@ def test_skew_is_summed_over_iterations(tmp_path: Path) -> None:
         ("layer,tokens,time_us\nqkv_proj,1,x\n", "row 1: time_us is x, expected a number"),
         ("layer,tokens,time_us\nwhat,1,3\n", "unknown operator(s) what"),
         (
+            "layer_name,input,tp_size,latency(ns)\nq_proj,1,0,900\n",
+            "row 1: tp_size is 0, expected a number from 1",
+        ),
+        (
             "branch,prefill_chunk,n_decode,kv_decode,step_us,saved_us\nfull,0,1,64,9,-\n",
             "row 1: saved_us is -, expected a number",
         ),
@@ -165,6 +169,9 @@ def test_operator_tables_are_written_and_read(tmp_path: Path, run: Run) -> None:
     again, first = read_operators(out), table("vidur", path)
     assert again.rows.equals(first.rows)
     assert again.meta == first.meta
+    nowhere = rows_of(device=["h100"], operator=["qkv"], tensor_parallel=[0], seconds=[1e-5])
+    with pytest.raises(DraftsimError, match="has operators on 0 GPUs, expected 1 or more"):
+        OperatorTable(nowhere, {})
     bad = OperatorTable(rows_of(device=["h100"], operator=["qkv"], seconds=[1e-5]), {})
     write_operators(bad, out)
     assert list(read_operators(out).rows.columns) == list(OPERATOR_COLUMNS)

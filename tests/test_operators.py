@@ -10,11 +10,13 @@ import numpy.typing as npt
 import pandas as pd
 import pytest
 
+from commands.common.drafted import latencies
 from simulator.papers.ours import Ours
 from simulator.papers.settings import setting_rows
 from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.latency.graphs import CAPTURED, CUDAGraphs
+from traces.latency.interpolate import EXTRAPOLATED
 from traces.latency.table import LatencyTable
 from traces.operators.attention import AttentionOperators, Heads, heads_of
 from traces.operators.compose import Composer, kv_blocks
@@ -179,6 +181,45 @@ def test_a_block_of_experts_is_known_without_its_timings() -> None:
         assert (np.diff(seconds) > 0).all()
 
 
+def test_long_prompts_and_contexts_are_composed_and_not_extrapolated() -> None:
+    """Attention of a prompt grows with the square of it, which no fit to short ones knows."""
+    table = find_latency("a100/llama-3.1-8b")
+    composer, placed = Composer(bundled_operators("a100"), "a100-80gb"), Placed(EIGHT)
+    for width, context in ((24_000.0, 0.0), (120_000.0, 0.0), (1.0, 100_000.0), (5.0, 50_000.0)):
+        phase = "forward" if context else "prefill"
+        found = table.estimate("target", phase, new_tokens=width, context=context)
+        rows = one(width if context else 1)
+        exact = composer.factors.of(
+            composer.parts(placed, one(1), one(width), one(context), rows)
+        ).item()
+        assert found.seconds.item() == pytest.approx(exact, rel=0.1)
+        assert found.origin.item() != EXTRAPOLATED
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "shared", "origin"),
+    [
+        ("h100", "mixtral-8x7b", 4, MEASURED),
+        *(("rtx-pro-6000", "qwen3-30b-a3b", shared, NEAR) for shared in (2, 4, 8)),
+    ],
+)
+def test_a_gpu_reads_its_slice_of_the_experts(
+    device: str, name: str, shared: int, origin: str
+) -> None:
+    """Timed whole, one by one or as a block, experts are divided as their products are."""
+    table, model = bundled_operators(device), find_architecture(name)
+    whole = ["moe", "expert_gate", "expert_up", "expert_down", "expert_act"]
+    hidden = OperatorTable(table.rows[~table.rows["operator"].isin(whole)], table.meta)
+    tokens = 2.0 ** np.arange(12)
+    timed, products = (Composer(one, device).dense for one in (table, hidden))
+    timed_s, products_s = (one.experts_s(model, shared, tokens) for one in (timed, products))
+    assert np.median(np.abs(products_s / timed_s - 1)) < 0.2
+    # Weights of the experts reached, by the memory's bandwidth.
+    bytes_read = 2 * 3 * model.hidden * model.inner * experts_reached(model, tokens) / shared
+    assert (timed_s > bytes_read / DEVICES[device].bandwidth).all()
+    assert timed.experts_origin(model, shared) == origin
+
+
 def test_verifying_reaches_more_experts() -> None:
     """Two tokens reach nearly twice the experts of one: a verification is no longer free."""
     names = {
@@ -221,6 +262,13 @@ def test_names_of_composed_latencies(tmp_path: Path) -> None:
     with pytest.raises(DraftsimError, match=r"name one, as in .*:rtx-3090/llama-3.1-8b"):
         find_composed(f"{path}/llama-3.1-8b")
     assert find_composed(f"{path}:a6000/llama-3.1-8b") is not None
+    for name in (f"{path}:a6000/llama-3.1-8b", f"{path}:a6000:operators/llama-3.1-8b"):
+        found = latencies([name], "bundled", priced=False)
+        assert found[name].meta["composed"].startswith(f"{path}:a6000")
+    messages = bundled_operators("a100").of(operator="all_reduce")
+    write_operators(OperatorTable(messages, {}), path)
+    with pytest.raises(DraftsimError, match="no layer's operators were timed on a100-80gb"):
+        find_composed(f"{path}/llama-3.1-8b")
     assert find_composed("runs/mine") is None
     assert find_composed("smollm2-cpu") is None
 
@@ -252,11 +300,16 @@ def test_gpt_oss_has_its_published_sizes_and_says_what_is_not_composed(
         ("a100/lama-2-7b", "did you mean 'llama-2-7b'"),
         ("a100/llama-2-70b", "the weights take 138 GB of one a100-80gb, which has 80"),
         ("a100/gpt-oss-120b", "share the target, as in gpt-oss-120b@tp4"),
+        ("a100/llama-3.2-1b+llama-3-70b", "share the draft, as in llama-3-70b@tp2"),
         ("a100/llama-2-70b@tp3", "its 64 heads cannot be shared by 3 GPUs"),
         ("a100/llama-2-7b@4", "expected a model and @tpN"),
         ("a100/llama-2-7b+vicuna-68m+vicuna-68m", "names 3 models"),
         ("a100/llama-2-7b:width=3", "is no size of a model: expected FIELD=VALUE of layers"),
-        ("h100/mixtral-8x7b:experts=1@tp4", "expected at most 1 experts_per_token, and a conc"),
+        ("h100/mixtral-8x7b:experts=1@tp4", "expected 1 to 1 experts_per_token, and a conc"),
+        ("h100/mixtral-8x7b:experts_per_token=0@tp4", "expected 1 to 8 experts_per_token, and a"),
+        ("a100/llama-2-7b:experts=8", "expected 1 to 8 experts_per_token, and a concentration"),
+        ("a100/llama-2-7b:kv_heads=5", "32 heads are no multiple of 5 kv_heads"),
+        ("a100/llama-3.2-3b@tp3", "its 8 key-value heads cannot be shared by 3 GPUs"),
         ("h100/mixtral-8x7b:experts=many@tp4", "experts is 'many', no number"),
         ("a100/llama-2-7b:layers=0", "layers is 0, too small"),
         (

@@ -152,6 +152,8 @@ def test_the_line_that_starts_an_engine() -> None:
     config = {"num_speculative_tokens": 3}
     words = shlex.split(launch_line("vllm", config))
     assert json.loads(words[-1])["num_speculative_tokens"] == 3
+    assert "--tensor-parallel-size 4" in launch_line("vllm", config, shared=4)
+    assert launch_line("llamacpp", None, shared=4) == launch_line("llamacpp", None)
     line = launch_line("sglang", {"1": {"candidate_steps": [1]}}, file="steps.json")
     assert line.endswith("--speculative-adaptive --speculative-adaptive-config steps.json")
     assert "generation_config.update(num_assistant_tokens=3)" in launch_line(

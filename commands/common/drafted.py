@@ -154,6 +154,7 @@ def latencies(
     that a suffix names (``FILE:PAIR/MODE``).
     """
     from simulator.recording import load_latency
+    from traces.store.parquet import kind_of
 
     if not names and priced:
         return {}
@@ -163,7 +164,9 @@ def latencies(
     found: dict[str, LatencyTable] = {}
     for name in names:
         path, _, chosen = name.rpartition(":")
-        if name.startswith("const:") or not Path(path).is_file():
+        # After an operator table's file comes a GPU, which the composed latencies are of.
+        single = name.startswith("const:") or not Path(path).is_file()
+        if single or kind_of(path) == "operators":
             path, chosen = name, ""
         tables = _by_pair(load_latency(path, trace_name, say))
         if chosen and chosen not in tables:

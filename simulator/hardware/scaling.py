@@ -17,7 +17,9 @@ from traces.store.operators import operators_alone
 
 MOST_ERROR = 0.25
 """Median relative error on the measured passes beyond which a fit describes no such table."""
-PASSES = ("forward", "catch_up", "settling", "prefill", "layer")
+PASSES = (
+    "forward", "with_prompts", "pass", "catch_up", "along", "settling", "tree", "prefill", "layer",
+)  # fmt: skip
 """Phases that run a model's layers, and so scale as its passes do."""
 
 
@@ -81,11 +83,16 @@ def scaling_error(note: Mapping[str, Any]) -> str:
 def fit_table(latency: LatencyTable, shapes: Mapping[str, ModelShape]) -> tuple[Roofline, float]:
     """Return the cost model of the device measured, and its median relative error on the passes.
 
-    Raises DraftsimError if the device or the shapes are not known, the passes ran in float32 (data
-    sheets give the rates of bf16), there are too few of them, or the fit misses them by more than
-    `MOST_ERROR`.
+    Raises DraftsimError if the device or the shapes are not known, several GPUs share a model, the
+    passes ran in float32 (data sheets give the rates of bf16), there are too few of them, or the
+    fit misses them by more than `MOST_ERROR`.
     """
     home = home_device(latency)
+    if latency.gpus > 1:
+        raise DraftsimError(
+            f"{latency.gpus} GPUs share a model of these latencies, and what they send each other "
+            "cannot be carried over: name latencies of one GPU, or composed for the GPU asked about"
+        )
     if latency.meta.get("dtype") == "float32":
         raise DraftsimError(
             "the latencies were measured in float32, and data sheets are compared by their bf16 "
@@ -236,9 +243,10 @@ def _shaded(latency: LatencyTable, draft: float, verify: float) -> LatencyTable:
     cells = latency.cells.copy()
     target = cells["model"] == "target"
     cells.loc[~target & cells["phase"].isin(DRAFTING), "median_s"] *= draft
-    passes = cells[target & (cells["phase"] == "forward")]
+    passes = cells[target & cells["phase"].isin(["forward", "with_prompts"])]
     seconds, narrow = passes["median_s"], passes["new_tokens"] == 1
-    least = seconds.where(narrow).groupby([passes["batch"], passes["context"]]).transform("max")
+    alike = [passes[size] for size in ("phase", "batch", "context")]
+    least = seconds.where(narrow).groupby(alike).transform("max")
     wide = (seconds * verify).clip(lower=least)
     cells.loc[passes.index, "median_s"] = wide.where(passes["new_tokens"] > 1, seconds)
     return LatencyTable(cells, latency.meta)

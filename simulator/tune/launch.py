@@ -34,6 +34,10 @@ COMMANDS = {
     "dynamo": "python -m dynamo.mocker --model-path",
 }  # fmt: skip
 """The start of each engine's command, before the target; for transformers see `_hf`."""
+SHARED = {
+    "vllm": "--tensor-parallel-size", "sglang": "--tp-size", "tensorrt-llm": "--tp_size",
+}  # fmt: skip
+"""Each engine's option for the number of GPUs that share the target."""
 METHODS = {
     "draft-model": "draft_model", "draft_model": "draft_model", "eagle": "eagle",
     "eagle3": "eagle3", "mtp": "mtp", "medusa": "medusa", "pld": "ngram", "ngram": "ngram",
@@ -87,7 +91,7 @@ class NamedDrafter:
 
 def launch_line(
     engine: str, document: Mapping[str, Any] | None, *, target: str = TARGET, file: str = FILE,
-    drafter: NamedDrafter | None = None, captured: Sequence[int] = (),
+    drafter: NamedDrafter | None = None, captured: Sequence[int] = (), shared: int = 1,
 ) -> str:  # fmt: skip
     """Return one line for a shell; for transformers, whose draft's folder holds the settings, a
     call.
@@ -106,6 +110,8 @@ def launch_line(
         The drafter, as far as it was named; placeholders are put where it was not.
     captured:
         Tokens that vLLM is to capture CUDA graphs for; none: its own list.
+    shared:
+        GPUs that share the target.
 
     Raises
     ------
@@ -123,6 +129,8 @@ def launch_line(
     if engine == "llamacpp" and not target.endswith(GGUF):
         target = TARGET
     start = f"{COMMANDS[engine]} {shlex.quote(target)}"
+    if shared > 1 and engine in SHARED:
+        start += f" {SHARED[engine]} {shared}"
     if document is None:
         return start
     sizes = f" --cudagraph-capture-sizes {' '.join(map(str, captured))}" if captured else ""

@@ -90,7 +90,7 @@ class ReadFile:
 
     def rows(self, **columns: Any) -> pd.DataFrame:
         """Return rows of this device and model; a folder ``tpN`` gives the GPUs that share it."""
-        shared = next((int(f[2:]) for f in self.folders if re.fullmatch(r"tp\d+", f)), 1)
+        shared = next((int(f[2:]) for f in self.folders if re.fullmatch(r"tp[1-9]\d*", f)), 1)
         place = {"device": self.device.name, "model": self.model.name, "source": self.source}
         return rows_of(**{"tensor_parallel": shared, **place, **columns})
 
@@ -164,7 +164,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def _mlp(read: ReadFile) -> pd.DataFrame:
-    tokens, shared = (read.column(c) for c in ("num_tokens", "num_tensor_parallel_workers"))
+    tokens, shared = read.column("num_tokens"), read.column("num_tensor_parallel_workers", 1)
     timed = {taken: read.column(f"time_stats.{name}.median") for name, taken in TAKEN.items()}
     if norms := [c for name in NORMS if (c := f"time_stats.{name}.median") in read.frame]:
         timed["norm", len(norms)] = np.mean([read.column(c) for c in norms], axis=0)
@@ -243,7 +243,7 @@ def _layers(read: ReadFile) -> pd.DataFrame:
     own = read.only(read.frame["layer_name"] != "attn")  # a stub
     known = {**LAYERS, **({"act_fn": ("expert_act", 1)} if read.model.experts else {})}
     rows = _named(own, "layer_name", known, own.column("input"), own.column("latency(ns)") * 1e-9)
-    rows["tensor_parallel"] = own.column("tp_size").astype(int)
+    rows["tensor_parallel"] = own.column("tp_size", 1).astype(int)
     for operator in LAUNCHED:
         which = (rows["operator"] == operator).to_numpy()
         timed = rows.loc[which, "seconds"].to_numpy(float)
@@ -299,13 +299,13 @@ def _older_attention(read: ReadFile) -> pd.DataFrame:
     parts = [
         prompts.rows(
             operator="attention_unsplit", tokens=chunk, context=np.maximum(reached - chunk, 0),
-            tensor_parallel=prompts.column("num_tensor_parallel_workers"),
+            tensor_parallel=prompts.column("num_tensor_parallel_workers", 1),
             seconds=prompts.column("time_stats.attn_prefill.median") * 1e-3,
         ),
         decodes.rows(
             operator="attention_unsplit", tokens=0, batch=batch,
             batch_context=np.where(batch > 0, cached / np.maximum(batch, 1), 0),
-            tensor_parallel=decodes.column("num_tensor_parallel_workers"),
+            tensor_parallel=decodes.column("num_tensor_parallel_workers", 1),
             seconds=decodes.column("time_stats.attn_decode.median") * 1e-3,
         ),
     ]  # fmt: skip

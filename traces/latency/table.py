@@ -157,6 +157,11 @@ class LatencyTable:
         return self.meta.get("kind") == "constant"
 
     @property
+    def gpus(self) -> int:
+        """The most GPUs that share one of the models; 1 unless the metadata says more."""
+        return int(max((self.meta.get("tensor_parallel") or {"target": 1}).values()))
+
+    @property
     def batch_free(self) -> bool:
         """Return True if passes are assumed to cost the same at every batch."""
         return bool(self.meta.get(BATCH_FREE))

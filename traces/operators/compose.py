@@ -71,13 +71,15 @@ WIDTHS = (
     1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280,
     1536, 1792, 2048, 4096,
 )  # fmt: skip
-CONTEXTS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+CONTEXTS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 PROMPTS = (
     16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536,
-    1664, 1792, 1920, 2048, 4096, 8192,
+    1664, 1792, 1920, 2048, 4096, 8192, 16384, 32768, 65536, 131072,
 )  # fmt: skip
+"""Longer than a step's tokens, too: a chunk takes what its prompt takes up to its end, less what it
+takes up to its beginning."""
 MOST_TOKENS = 8192
-"""Tokens of the largest pass that has a cell."""
+"""Tokens of the largest pass over several sequences that has a cell."""
 
 GIB = 2**30
 USABLE = 0.985
@@ -257,7 +259,7 @@ class Composer:
         model, shared = placed.model, placed.shared
         found = {name: part.origin for name, part in self.dense.layer(model, shared).items()}
         if model.experts:
-            found["experts"] = self.dense.experts_origin(model)
+            found["experts"] = self.dense.experts_origin(model, shared)
         found["attention"] = self.attention.origin(model, shared)
         if shared > 1:
             found["all_reduce"] = self.dense.all_reduce_s(np.ones(1), shared)[1]
@@ -337,14 +339,15 @@ class Composer:
         shares = {role: BYTES * one.model.parameters / one.shared for role, one in roles.items()}
         held = sum(shares.values())
         if held > self.device.memory:
+            largest = max(shares, key=lambda role: shares[role])
             more = 2
-            while held - shares["target"] * (1 - 1 / more) > self.device.memory and more < 64:
+            while held - shares[largest] * (1 - 1 / more) > self.device.memory and more < 64:
                 more *= 2
             names = " + ".join(placed.name for placed in roles.values())
             raise DraftsimError(
                 f"{names}: the weights take {held / 1e9:.0f} GB of one {self.device.name}, which "
-                f"has {self.device.memory / 1e9:.0f}: share the target, as in "
-                f"{roles['target'].model.name}@tp{more * roles['target'].shared}"
+                f"has {self.device.memory / 1e9:.0f}: share the {largest}, as in "
+                f"{roles[largest].model.name}@tp{more * roles[largest].shared}"
             )
 
 
@@ -365,7 +368,7 @@ def _grid(
     batches: Sequence[int], widths: Sequence[int], contexts: Sequence[int]
 ) -> tuple[Floats, Floats, Floats]:
     b, n, c = combined(batches, widths, contexts)
-    kept = b * n <= MOST_TOKENS
+    kept = (b == 1) | (b * n <= MOST_TOKENS)
     return b[kept], n[kept], c[kept]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -135,18 +136,19 @@ class DenseOperators:
     def experts_s(self, model: Architecture, shared: int, tokens: Floats) -> Floats:
         """Return seconds of an MoE block: routing, and the experts that the tokens reach."""
         reached = experts_reached(model, tokens)
+        # A GPU has a slice of every expert: as much to read and to multiply as fewer whole ones.
+        whole = reached / shared
         block = self._rows[self._rows["operator"] == "moe"]
-        own = block[block["model"].isin(_alike(model))]
-        if not own.empty:
-            # Experts are shared between GPUs whole: each runs those of its own that are reached.
-            return _plane(own, tokens, np.maximum(reached / shared, 1.0))
+        block = block[block["model"].isin(_alike(model))]
+        if not block.empty:
+            return _plane(block, tokens / shared, whole)
         each = tokens * model.experts_per_token / reached
         router = self._timed("router", model, shared)
         once = router.curve.at(tokens) if router else np.full(len(tokens), LAUNCH_S)
         timed = [self._timed(name, model, shared) for name in EXPERT]
         if all(timed):
             return np.asarray(
-                reached * sum(one.curve.at(each) for one in timed if one is not None) + once
+                whole * sum(one.curve.at(each) for one in timed if one is not None) + once
             )
         # One kernel runs the products of all experts, so it reads the weights of those reached.
         weights = BYTES * model.hidden * model.inner * reached / shared
@@ -160,9 +162,10 @@ class DenseOperators:
         )  # fmt: skip
         return np.asarray(np.array(products) + act + once)
 
-    def experts_origin(self, model: Architecture) -> str:
+    def experts_origin(self, model: Architecture, shared: int) -> str:
         """Return how an MoE block is known."""
-        timed = self._rows[self._rows["operator"].isin(["moe", "expert_down"])]
+        own = self._rows["tensor_parallel"] == shared
+        timed = self._rows[own & self._rows["operator"].isin(["moe", "expert_down"])]
         return MEASURED if timed["model"].isin(_alike(model)).any() else NEAR
 
     # Collectives.
@@ -284,7 +287,7 @@ def _curves(rows: pd.DataFrame) -> dict[tuple[str, str, int], Part]:
     per_layer, measured = rows["per_layer"].tolist(), rows["measured"].to_numpy() == 1
     cuts = [i for i, name in enumerate(names) if not i or name != names[i - 1]]
     found = {}
-    for first, last in zip(cuts, [*cuts[1:], len(names)], strict=True):
+    for first, last in pairwise([*cuts, len(names)]):
         curve = Curve(tokens[first:last], seconds[first:last])
         operator, model, shared = names[first]
         origin = MEASURED if measured[first:last].all() else CORRECTED
@@ -322,8 +325,9 @@ def _plane(rows: pd.DataFrame, tokens: Floats, experts: Floats) -> Floats:
     for count in counts:
         own = rows[rows["tokens"] == count].groupby("experts")["seconds"].median()
         known, seconds = own.index.to_numpy(float), own.to_numpy(float)
-        # A token count's most experts are those that it can reach.
-        lines.append(np.interp(experts, known, seconds))
+        # A token count's most experts are those that it can reach; below the fewest, all but a
+        # launch shrinks.
+        lines.append(np.interp(experts, [0.0, *known], [LAUNCH_S, *seconds]))
     table = np.array(lines)
     found = np.array([np.interp(t, counts, table[:, i]) for i, t in enumerate(tokens)])
     return np.asarray(found * np.maximum(tokens / counts[-1], 1.0))

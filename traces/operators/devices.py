@@ -77,9 +77,11 @@ def find_device(name: str) -> Device:
     text = _ALIASES.get(text, text)
     if text in DEVICES:
         return DEVICES[text]
-    if text.startswith("a100") and "40gb" in text:
+    slice_of_one = "-mig-"
+    if text.startswith("a100") and "40gb" in text and slice_of_one not in text:
         return DEVICES["a100-40gb"]
-    others = ("nvl", "pcie", "laptop", "-d", "-ti", "max-q")  # other cards of like names
+    # Other cards of like names.
+    others = ("nvl", "pcie", "laptop", "-d", "-ti", "max-q", slice_of_one)
     for key in _BEGINNINGS:
         if text.startswith(key) and not any(other in text for other in others):
             return DEVICES[_ALIASES.get(key, key.removesuffix("-blackwell-server"))]

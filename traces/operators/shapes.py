@@ -101,10 +101,13 @@ class Placed:
     shared: int = 1
 
     def __post_init__(self) -> None:
-        if self.shared < 1 or self.model.heads % self.shared:
+        heads, kv_heads, shared = self.model.heads, self.model.kv_heads, self.shared
+        whole = shared >= 1 and not heads % shared
+        # A key-value head lies on one GPU, or on each of several.
+        if not whole or (kv_heads % shared and shared % kv_heads):
+            which = f"{kv_heads} key-value heads" if whole else f"{heads} heads"
             raise DraftsimError(
-                f"{self.model.name}@tp{self.shared}: its {self.model.heads} heads cannot be shared "
-                f"by {self.shared} GPUs"
+                f"{self.model.name}@tp{shared}: its {which} cannot be shared by {shared} GPUs"
             )
 
     @property
@@ -183,8 +186,14 @@ def _changed(model: Architecture, changes: str) -> Architecture:
     for field, value in values.items():
         if not value >= least.get(field, 0.01 if field == "concentration" else 1):
             raise DraftsimError(f"{name}: {field} is {value}, too small")
-    if found.concentration > 1 or found.experts_per_token > found.experts:
+    if found.heads % found.kv_heads:
         raise DraftsimError(
-            f"{name}: expected at most {found.experts} experts_per_token, and a concentration of 1"
+            f"{name}: {found.heads} heads are no multiple of {found.kv_heads} kv_heads"
+        )
+    some = min(found.experts, 1)
+    if found.concentration > 1 or not some <= found.experts_per_token <= found.experts:
+        raise DraftsimError(
+            f"{name}: expected {some} to {found.experts} experts_per_token, and a concentration of "
+            "at most 1"
         )
     return found

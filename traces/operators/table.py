@@ -72,7 +72,8 @@ KEY = [name for name in OPERATOR_COLUMNS if name not in ("seconds", "measured", 
 class OperatorTable:
     """Operators timed on one or more GPUs, columns as in `OPERATOR_COLUMNS`.
 
-    Raises DraftsimError on missing or mistyped columns, unknown operators, or impossible times.
+    Raises DraftsimError on missing or mistyped columns, unknown operators, impossible times, or no
+    GPU.
     """
 
     rows: pd.DataFrame
@@ -82,6 +83,8 @@ class OperatorTable:
         rows = typed(self.rows, OPERATOR_COLUMNS, "operator table")
         if unknown := sorted(set(rows["operator"].unique()) - set(OPERATORS)):
             raise DraftsimError(f"operator table has unknown operator(s) {', '.join(unknown)}")
+        if (gpus := rows["tensor_parallel"].min()) < 1:
+            raise DraftsimError(f"operator table has operators on {gpus} GPUs, expected 1 or more")
         object.__setattr__(self, "rows", rows)
 
     def __repr__(self) -> str:
