@@ -255,7 +255,7 @@ def test_gpt_oss_has_its_published_sizes_and_says_what_is_not_composed(
         ("a100/llama-2-70b@tp3", "its 64 heads cannot be shared by 3 GPUs"),
         ("a100/llama-2-7b@4", "expected a model and @tpN"),
         ("a100/llama-2-7b+vicuna-68m+vicuna-68m", "names 3 models"),
-        ("a100/llama-2-7b:width=3", "is no size of a model: expected FIELD=VALUE of layers"),
+        ("a100/llama-2-7b:width=3", "has no size 'width': choose from layers"),
         ("h100/mixtral-8x7b:experts=1@tp4", "expected at most 1 experts_per_token, and a conc"),
         ("h100/mixtral-8x7b:experts=many@tp4", "experts is 'many', no number"),
         ("a100/llama-2-7b:layers=0", "layers is 0, too small"),
