@@ -88,7 +88,7 @@ def test_gammas_go_to_the_policies_that_have_one() -> None:
     [
         ({"alphas": (1.0,)}, "alpha is 1, expected strictly"),
         ({"batches": (0,)}, "batches are"),
-        ({"method": "guess"}, "method is 'guess'"),
+        ({"method": "guess"}, "tilt is 'guess'"),
         ({"resamples": -1}, "resamples is -1"),
     ],
 )
