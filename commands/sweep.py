@@ -98,16 +98,16 @@ def grid(
         typer.Option(
             "--c",
             metavar="AXIS[,verify=R]",
-            help=f"Cost ratios T_draft / T_target: {AXIS}. verify is the cost of a verification, "
-            "in target passes.",
+            help=f"Cost ratios T_draft / T_target: {AXIS}. A verification costs R target passes, "
+            "by default 1.",
         ),
     ] = None,
     alpha: Annotated[
         str | None,
         typer.Option(
             metavar="AXIS[,tilt=HOW]",
-            help="Acceptance rates, by reweighting the recording: coupled (default) or redraw; iid "
-            "draws every token independently. Default: as recorded.",
+            help="Acceptance rates, by reweighting the recording. HOW is coupled (default), redraw "
+            "or iid, which draws every token independently. Default: as recorded.",
         ),
     ] = None,
     gamma: Annotated[
@@ -118,6 +118,7 @@ def grid(
     context: Annotated[
         str | None, typer.Option(metavar="AXIS", help="Prompt tokens. Default: as recorded.")
     ] = None,
+    # Parts of --c and --alpha, as older commands give them.
     verify_ratio: Annotated[float, typer.Option(hidden=True)] = 1.0,
     tilt: Annotated[str, typer.Option(hidden=True)] = "coupled",
     drawn: Resampling,
