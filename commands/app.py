@@ -54,7 +54,7 @@ ELSEWHERE = {
     ("sweep", "--verify"): "it replays exact verification: `draftsim simulate --verify`",
     ("report", "--trace"): "name a recording or a run folder: `draftsim report --run`",
     ("report", "--latency"): "it reads the run folder's: `draftsim simulate --latency`",
-    ("serve", "--robustness"): "it is for one request at a time: `draftsim simulate --robustness`",
+    ("serve", "--robustness"): "it is for one request at a time: `draftsim simulate robustness`",
     ("tune", "--policy"): "it searches the draft lengths itself: compare with `draftsim serve`",
 }
 """Where an option is that a command does not have, by command and option."""
@@ -86,7 +86,7 @@ PROFILE = {
     ),
     "engine": Listed("profile.command:engine", "Time the steps of vLLM.", chosen_by=("--engine",)),
 }  # fmt: skip
-"""Verbs of `draftsim profile`, each with its help."""
+"""Verbs of `draftsim profile`, each with its help, and the older options that choose it."""
 VALIDATE = {
     "run": Listed("validate.command:run", "Compare predicted with real rounds and seconds."),
     "sources": Listed(
@@ -110,7 +110,46 @@ VALIDATE = {
         chosen_by=("--recorded",),
     ),
 }  # fmt: skip
-"""Verbs of `draftsim validate`, likewise."""
+"""Verbs of `draftsim validate`."""
+SIMULATE = {
+    "replay": Listed("simulate.command:replay", "Rank policies by their speedup on a recording."),
+    "phases": Listed(
+        "simulate.command:phases", "The same, and by phase of the answer, such as thinking.",
+        chosen_by=("--phase", "--tokenizer"),
+    ),
+    "rounds": Listed(
+        "simulate.command:rounds", "Price rounds that were decoded under lossy rules.",
+        chosen_by=("--rounds",),
+    ),
+    "robustness": Listed(
+        "simulate.command:robustness", "Compare policies over their initial draft lengths.",
+        chosen_by=("--robustness",),
+    ),
+}  # fmt: skip
+"""Verbs of `draftsim simulate`."""
+BREAKEVEN = {
+    "surface": Listed("breakeven:surface", "Find them from latencies and acceptance."),
+    "bench": Listed("breakeven:bench", "Find them from runs of a server.", chosen_by=("--bench",)),
+    "plan": Listed("breakeven:plan", "Choose the fewest runs to measure.", chosen_by=("--plan",)),
+}  # fmt: skip
+"""Verbs of `draftsim breakeven`."""
+SWEEP = {
+    "grid": Listed("sweep:grid", "Price every policy at every point of a grid."),
+    "ladder": Listed(
+        "sweep:ladder", "Compare policies, from no speculation up to the oracle.",
+        chosen_by=("--ladder",), left_out=("--jobs",),
+    ),
+    "tune": Listed("sweep:tune", "Search the parameters of policies.", chosen_by=("--tune",)),
+}  # fmt: skip
+"""Verbs of `draftsim sweep`."""
+PAPERS = {
+    "tables": Listed("papers:tables", "Compare the tables of four papers with ours."),
+    "measured": Listed(
+        "papers:measured", "Predict public GPU measurements from a part of each study.",
+        chosen_by=("--measured", "--logs"),
+    ),
+}  # fmt: skip
+"""Verbs of `draftsim papers`."""
 COMMANDS = {
     "demo": Listed("demo:demo", "Profile the bundled pair here, predict, and check.", _TRY),
     "list": Listed(
@@ -134,7 +173,7 @@ COMMANDS = {
         "imports:import_file", "Turn another program's log into a recording.", _SERVER
     ),
     "profile": Listed("", "Measure a pair: latencies and acceptance.", _PAIR, verbs=PROFILE),
-    "simulate": Listed("simulate.command:simulate", "Predict every policy's speedup.", _PAIR),
+    "simulate": Listed("", "Predict every policy's speedup.", _PAIR, verbs=SIMULATE),
     "tune": Listed("tune:tune", "Write the setting that an engine reads.", _PAIR, True),
     "report": Listed("report:report", "Write all results as one HTML page.", _PAIR),
     "validate": Listed("", "Run policies, and check predictions.", _PAIR, True, VALIDATE),
@@ -146,11 +185,13 @@ COMMANDS = {
         "capacity:capacity", "Find the fewest replicas that meet an SLO.", _LOAD, True
     ),
     "breakeven": Listed(
-        "breakeven:breakeven", "Find the loads above which speculation is slower.", _LOAD
+        "", "Find the loads above which speculation is slower.", _LOAD, verbs=BREAKEVEN
     ),
-    "sweep": Listed("sweep:sweep", "Vary costs, acceptance, batch or GPU over a grid.", _STUDY),
+    "sweep": Listed(
+        "", "Vary costs, acceptance, batch, GPU or parameters.", _STUDY, verbs=SWEEP
+    ),
     "check": Listed("papers:check", "Check the papers' formulas by simulation.", _STUDY),
-    "papers": Listed("papers:papers", "Compare the papers' tables with ours.", _STUDY),
+    "papers": Listed("", "Compare the papers' tables with ours.", _STUDY, verbs=PAPERS),
     "calibrate-memory": Listed(
         "memory:calibrate_memory", "Count a run's corrections, for the rule csd.", _STUDY
     ),
@@ -291,7 +332,9 @@ def _said(error: Exception) -> str | None:
     if isinstance(error, UsageError):
         shown: Any = error
         context = getattr(shown, "ctx", None)
-        command = str(getattr(context, "info_name", ""))
+        # A verb's command is named before it.
+        command = str(getattr(context, "command_path", "")).removeprefix("draftsim ")
+        command = command.partition(" ")[0]
         option = str(getattr(shown, "option_name", ""))
         for name in (option.lstrip("-"), *NAMES.get(option.lstrip("-"), ())):
             if (place := ELSEWHERE.get((command, f"--{name}"))) is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from commands.common.drafted import load_positions
-from commands.common.options import OtherAcceptanceOption, batch_sizes
+from commands.common.options import AskedLoads, OtherAcceptanceOption, PassesOption, batch_sizes
 from commands.common.output import (
     JsonOption,
     LevelOption,
@@ -51,24 +51,9 @@ def calibrate(
             "`draftsim recommend --bench` takes; @K says a file's draft length.",
         ),
     ],
+    loads: AskedLoads,
     acceptance: OtherAcceptanceOption = None,
-    batch: Annotated[
-        str | None, typer.Option(metavar="N,..", help="Concurrencies to predict.")
-    ] = None,
-    k: Annotated[
-        str | None, typer.Option("--k", metavar="N,..", help="Draft lengths to predict.")
-    ] = None,
-    context: Annotated[
-        str | None, typer.Option(metavar="N,..", help="Contexts to predict, in tokens.")
-    ] = None,
-    passes: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Drafter passes of every step, whatever the draft length: 1 for a drafter that "
-            "drafts all tokens at once. Default: one per drafted token.",
-        ),
-    ] = None,
+    passes: PassesOption = None,
     engine: Annotated[
         Engine | None,
         typer.Option(help="Only llamacpp has an effect: it assumes kernels for quantised weights."),
@@ -116,6 +101,7 @@ def calibrate(
     measured = found.runs
     target = known_target(engine, experts, found.model)
     server = fitted(measured, target, other, passes, noise)
+    batch, context, k = loads.batch, loads.context, loads.k
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
     lengths = draft_lengths(measured) if k is None else batch_sizes("--k", k, MOST_DRAFTED, 0)
     named = None if context is None else batch_sizes("--context", context, MOST_TOKENS, 0)
@@ -123,7 +109,7 @@ def calibrate(
     check_contexts(server, contexts)
     with working("predicting loads"):
         best = choices(server, batches, lengths, level, contexts[0])
-        loads = [
+        answers = [
             predicted(server, b, n, c, level) for c in contexts for b in batches for n in lengths
         ]
         intervals, suggestion = server.intervals(level), next_runs(server)[0]
@@ -138,13 +124,13 @@ def calibrate(
     more = {
         "undetermined": list(server.undetermined), "misfit": server.misfit,
         "next_run": suggestion._asdict(), "choices": [row.row for row in best],
-        "predictions": [load.row for load in loads],
+        "predictions": [load.row for load in answers],
     }  # fmt: skip
 
     if json is None:
         held = f"At {contexts[0]:,.0f} tokens of context: " if named else ""
         note(": ".join(filter(None, (found.model, held + headline(best, level)))))
-    tables = [shown(best), shown(loads, "every load", "context"), Shown(rows, "costs")]
+    tables = [shown(best), shown(answers, "every load", "context"), Shown(rows, "costs")]
     emit("calibrate", rows, json, more=more, tables=lambda: tables)
     for line in _remarks(server):
         note(line)
@@ -328,9 +314,7 @@ def recommend(
     batch: Annotated[
         str | None, typer.Option(metavar="N,..", help="Concurrencies to answer for.")
     ] = None,
-    passes: Annotated[
-        int | None, typer.Option(min=1, help="Drafter passes in a step. Default: K.")
-    ] = None,
+    passes: PassesOption = None,
     experts: ExpertsOption = None,
     level: LevelOption = 0.8,
     out: Annotated[

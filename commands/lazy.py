@@ -122,7 +122,7 @@ class WithVerbs(TyperGroup):
     """A command with verbs, each with options of its own.
 
     Arguments that name no verb are those of the last verb that one of them chooses
-    (`Listed.chosen_by`), else of the first.
+    (`Listed.chosen_by`), else of the first, whose options the command's help shows, too.
     """
 
     def __init__(self, name: str, listed: Listed, names: Mapping[str, Sequence[str]]) -> None:
@@ -131,19 +131,26 @@ class WithVerbs(TyperGroup):
             verb: one._replace(configured=listed.configured) for verb, one in listed.verbs.items()
         }
         commands: Any = _Loaded(self.verbs, names)
-        self.first, *others = self.verbs
-        choices = [f"{' or '.join(self.verbs[o].chosen_by)} chooses `{o}`" for o in others]
+        self.first = next(iter(self.verbs))
         super().__init__(
             name=name, commands=commands, help=listed.says, rich_markup_mode=None,
             options_metavar="", subcommand_metavar="[VERB] [OPTIONS]",
-            epilog=f"`draftsim {name} VERB --help` shows the options of a verb. Without a verb it "
-            f"is `{self.first}`, unless an option chooses another: {', '.join(choices)}.",
         )  # fmt: skip
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        del ctx
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        first: Any = self.commands[self.first]
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
         with formatter.section("Verbs"):
             formatter.write_dl([(name, one.says) for name, one in self.verbs.items()])
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(
+                f"`{ctx.command_path} VERB --help` shows the options of a verb. Without a verb it "
+                f"is `{self.first}`:"
+            )
+        first.format_help_text(ctx, formatter)
+        first.format_options(ctx, formatter)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         if not incomplete.startswith("-"):
@@ -185,11 +192,13 @@ class WithVerbs(TyperGroup):
                     found = verb, option
         return found
 
-    def _has(self, verb: str, option: str) -> bool:
-        """Return True if a verb has an option, also by another name of it."""
+    def _param(self, verb: str, option: str) -> Any:
+        """Return the parameter that a verb has for an option, also by another name, or None."""
         command = self.commands[verb]
         called = command.context_settings["token_normalize_func"](option.lstrip("-"))
-        return any(f"--{called}" in (*p.opts, *p.secondary_opts) for p in command.params)
+        return next(
+            (p for p in command.params if f"--{called}" in (*p.opts, *p.secondary_opts)), None
+        )
 
     def _translated(self, verb: str, args: Sequence[str]) -> list[str]:
         """Return arguments that named no verb as those of the verb (`Listed`)."""
@@ -203,7 +212,7 @@ class WithVerbs(TyperGroup):
             if option in one.left_out:
                 if option not in flags and not equals:
                     next(rest, None)
-            elif option in one.chosen_by and not self._has(verb, option):
+            elif option in one.chosen_by and self._param(verb, option) is None:
                 found += [value] if equals else []
             else:
                 found.append(arg)
@@ -212,24 +221,32 @@ class WithVerbs(TyperGroup):
     def _check(self, verb: str, given: Sequence[str], chosen: str | None) -> None:
         """Raise DraftsimError for an option that other verbs have and this one lacks.
 
+        Likewise for one that this verb takes once, others repeatedly, and the arguments repeat.
         ``chosen`` is the option that chose the verb, if one did.
         """
+        this = f"`draftsim {self.name} {verb}`"
         for option in given:
-            if self._has(verb, option):
+            own, said = self._param(verb, option), ""
+            if own is not None and (own.multiple or given.count(option) == 1):
                 continue
-            others = [
-                name for name, one in self.verbs.items()
-                if name != verb and (option in one.chosen_by or self._has(name, option))
-            ]  # fmt: skip
-            if others:
-                from traces.errors import DraftsimError
-
-                places, this = "` or `".join(others), f"`draftsim {self.name} {verb}`"
+            params = {name: self._param(name, option) for name in self.verbs if name != verb}
+            if own is not None:
+                repeated = any(param is not None and param.multiple for param in params.values())
+                said = f"{this} takes one {option}: drop the others" if repeated else ""
+            elif others := [
+                name for name, param in params.items()
+                if param is not None or option in self.verbs[name].chosen_by
+            ]:  # fmt: skip
                 why = (
                     f"this is {this}: drop it, or name another verb" if chosen is None
                     else f"{chosen} chooses {this}: drop one of them"
                 )  # fmt: skip
-                raise DraftsimError(f"{option} belongs to `draftsim {self.name} {places}`; {why}")
+                places = f"`draftsim {self.name} {'` or `'.join(others)}`"
+                said = f"{option} belongs to {places}; {why}"
+            if said:
+                from traces.errors import DraftsimError
+
+                raise DraftsimError(said)
 
 
 def lazy_group(

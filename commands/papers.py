@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -11,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.drafted import load_recording
-from commands.common.options import DraftedOption, LatencyOption, TraceOption, refuse
+from commands.common.options import Inputs, Recorded, TraceOption
 from commands.common.output import JsonOption, OutOption, emit, note
 from commands.common.printed import cell_text
 from commands.common.progress import working
 from commands.common.written import Shown
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE, PAPERS_TRACE, given_name
+from traces.store.recordings import PAPERS_TRACE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,14 +29,26 @@ if TYPE_CHECKING:
     from traces.sources.recording import Recordings
 
 
-def papers(
-    trace: TraceOption = PAPERS_TRACE,
-    latency: LatencyOption = None,
+TableOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Print only tables or studies whose name has this."),
+]
+
+
+@dataclass(frozen=True)
+class PapersInputs(Recorded):
+    """The recording that the papers are compared with."""
+
+    trace: TraceOption = PAPERS_TRACE
+
+
+def tables(
+    inputs: PapersInputs,
     rounds: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Use the rounds that `profile --verify` recorded instead of a replay: a file, or "
+            help="Use the rounds that `profile decode` recorded instead of a replay: a file, or "
             "a run folder for all of them. Default: those recorded with the trace.",
         ),
     ] = None,
@@ -49,43 +61,19 @@ def papers(
             "folders next to it.",
         ),
     ] = None,
-    table: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Print only tables whose name contains this.")
-    ] = None,
+    table: TableOption = None,
     missing: Annotated[
         bool, typer.Option(help="Also list the cells that only the papers' models can fill.")
     ] = False,
     out: OutOption = None,
-    measured: Annotated[
-        bool,
-        typer.Option(help="Instead, predict public GPU measurements from a part of each study."),
-    ] = False,
-    logs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="With --measured: folder with eagle_logs/ and specbench_logs/."
-        ),
-    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Compare every published table of CM-ASD, SpecBound, CSD and GammaTune with ours.
 
     Each row says how the two relate: the same quantity (computed from the paper's own numbers), the
     same experiment on our pair, or a cell that needs the paper's weights. Notes say where a paper
-    contradicts itself. With --measured each row is a public GPU study: what part of it was given,
-    the error of the rest, and how often the side of 1x and the ranking are right.
+    contradicts itself.
     """
-    own: dict[str, object] = {
-        "--trace": given_name(trace), "--latency": latency,
-        "--rounds": rounds, "--sampled": sampled, "--missing": missing or None,
-    }  # fmt: skip
-    refuse(
-        own if measured else {"--logs": logs},
-        "--measured reads public measurements alone" if measured
-        else "--logs holds measurements for --measured",
-    )  # fmt: skip
-    if measured:
-        return print_evidence(logs, table, json, out)
     from simulator.executors import results_of
     from simulator.papers.compare import side_by_side
     from simulator.papers.ours import Ours
@@ -95,13 +83,13 @@ def papers(
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
 
-    recording = load_recording(trace, latency)
+    recording = inputs.load()
     if recording.source is not None:
         raise DraftsimError(
             f"these latencies are those of {recording.trace.source}, and the papers draft with a "
             "draft model: name a recording of one with --trace (`draftsim list`)"
         )
-    recorded, folder = recording.trace, folder_of(trace)
+    recorded, folder = recording.trace, folder_of(inputs.trace)
     if folder is not None and rounds is None:
         check_folder(folder, find_runs(folder))
     files = [f for path in (rounds or ([folder] if folder else [])) for f in find_runs(path)]
@@ -172,7 +160,7 @@ def sampled_runs(
         if not (run / SAMPLED).is_file():
             raise DraftsimError(
                 f"--sampled {run}: holds no sampled outputs: record some with "
-                "`draftsim profile --exit-layers --temperature T`"
+                "`draftsim profile sources --exit-layers --temperature T`"
             )
     runs = list(named or ())
     if folder is not None:
@@ -199,21 +187,31 @@ def sampled_runs(
     return list(found.values())
 
 
-def print_evidence(
-    logs: Path | None, study: str | None, json: str | None, out: Path | None
+def measured(
+    logs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder with eagle_logs/ or specbench_logs/: predict these logs, too.",
+        ),
+    ] = None,
+    table: TableOption = None,
+    out: OutOption = None,
+    json: JsonOption = None,
 ) -> None:
-    """Print the record of every study, or with JSON every row; ``out`` gets every row too.
+    """Predict public GPU measurements from a part of each study.
 
-    Raises DraftsimError if no study's name contains `study`, or `logs` holds no logs.
+    A row is a study: what part of it was given, the error of the rest, and how often the side of 1x
+    and the ranking are right. --out and --json hold every measurement.
     """
     from simulator.papers.measured import measured_rows
     from simulator.papers.measured.rows import by_study, notes_on
     from simulator.published import SOURCES
 
     with working("predicting public measurements"):
-        rows = measured_rows(logs, study or "")
+        rows = measured_rows(logs, table or "")
     if not rows:
-        raise DraftsimError(f"--table {study!r} names no study: try RTX, vLLM or GammaTune")
+        raise DraftsimError(f"--table {table!r} names no study: try RTX, vLLM or GammaTune")
     remarks = notes_on(rows)
     records = [
         {"study": name, "given": given, **record._asdict()}
@@ -289,9 +287,7 @@ def _parts(row: Row) -> list[str]:
 
 
 def check(
-    trace: TraceOption = DEFAULT_TRACE,
-    latency: LatencyOption = None,
-    source: DraftedOption = None,
+    inputs: Inputs,
     tokens: Annotated[
         int, typer.Option(min=1000, help="Length of each synthetic output.")
     ] = 20_000,
@@ -305,8 +301,8 @@ def check(
     """
     from simulator.check import run_checks
 
-    recording = load_recording(trace, latency, source)
-    table = recording.priced()
+    recording = inputs.load()
+    table = inputs.priced(recording)
     with working("simulating the closed forms"):
         rows = run_checks(recording.trace, table, tokens=tokens)
     recorded = rows["formula"].str.startswith("recorded")

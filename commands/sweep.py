@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,7 @@ from commands.common.drafted import (
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
+    OutOption,
     PlotsOption,
     emit,
     note,
@@ -30,10 +31,10 @@ from commands.common.output import (
 )
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
-from commands.common.written import BEGINS, TABLES, Shown, check_place, check_suffix, write_rows
+from commands.common.written import BEGINS, TABLES, Shown, check_place, write_rows
 from policies.registry import is_bound
 from traces.digits import three_digits
-from traces.errors import DraftsimError, FileError
+from traces.errors import FileError
 from traces.store.parquet import kind_of
 from traces.store.writing import is_device
 
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from simulator.recording import Recording
     from simulator.whatif.cells import Prices
     from simulator.whatif.sweep import Sweep
-    from traces.latency.table import LatencyTable
 
 SHOWN = (
     "gpu", "scaled", "scale_error", "fit_error", "policy", "points", "mean_speedup", "carried_lo",
@@ -55,6 +55,14 @@ RUNGS = (
     "lost_draft", "lost_verify", "lost_signal", "lost_host",
 )  # fmt: skip
 AXIS = "a:b:N, a:b:Nlog, a..b or a,b,c"
+SweptOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy", metavar="P",
+        help="name[:key=value,...]; {1..12} or {0.3,0.5} is one policy per value. Repeatable; all "
+        "= every policy.",
+    ),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,27 +81,33 @@ class SweepInputs(options.CarriedInputs):
     ] = None  # type: ignore[assignment]
 
 
-def sweep(
+@dataclass(frozen=True)
+class Resampling:
+    """Options for what is drawn at random."""
+
+    resamples: Annotated[int, typer.Option(min=0, help="Bootstrap resamples over prompts.")] = 200
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything drawn.")] = 0
+
+
+def grid(
     inputs: SweepInputs,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policy",
-            metavar="P",
-            help="name[:key=value,...]; {1..12} or {0.3,0.5} runs one policy per value. "
-            "Repeatable; all = every policy. Default: fixed:gamma={1..12}, as far as drafts were "
-            "recorded, and oracle.",
-        ),
-    ] = None,
+    *,
+    policy: SweptOption = None,
     c: Annotated[
         str | None,
-        typer.Option("--c", metavar="AXIS", help=f"Cost ratios T_draft / T_target: {AXIS}."),
+        typer.Option(
+            "--c",
+            metavar="AXIS[,verify=R]",
+            help=f"Cost ratios T_draft / T_target: {AXIS}. A verification costs R target passes, "
+            "by default 1.",
+        ),
     ] = None,
     alpha: Annotated[
         str | None,
         typer.Option(
-            metavar="AXIS",
-            help="Acceptance rates, by reweighting the recording. Default: as recorded.",
+            metavar="AXIS[,tilt=HOW]",
+            help="Acceptance rates, by reweighting the recording. HOW is coupled (default), redraw "
+            "or iid, which draws every token independently. Default: as recorded.",
         ),
     ] = None,
     gamma: Annotated[
@@ -104,13 +118,10 @@ def sweep(
     context: Annotated[
         str | None, typer.Option(metavar="AXIS", help="Prompt tokens. Default: as recorded.")
     ] = None,
-    verify_ratio: Annotated[
-        float, typer.Option(help="With --c: cost of a verification, in target passes.")
-    ] = 1.0,
-    tilt: Annotated[
-        Literal["coupled", "redraw", "iid"],
-        typer.Option(help="How to change --alpha; iid draws every token independently."),
-    ] = "coupled",
+    # Parts of --c and --alpha, as older commands give them.
+    verify_ratio: Annotated[float, typer.Option(hidden=True)] = 1.0,
+    tilt: Annotated[str, typer.Option(hidden=True)] = "coupled",
+    drawn: Resampling,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -123,81 +134,42 @@ def sweep(
     ] = None,
     jobs: options.JobsOption = None,
     cluster: options.ClusterOption = None,
-    resamples: Annotated[
-        int, typer.Option(min=0, help="Bootstrap resamples over prompts; above batch 1 at most 30.")
-    ] = 200,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything drawn.")] = 0,
-    ladder: Annotated[
-        bool,
-        typer.Option(
-            "--ladder",
-            help="Instead, compare no speculation, best fixed, policies and oracle on held-out "
-            "prompts.",
-        ),
-    ] = False,
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune",
-            help="Instead, search the values in braces of every --policy on part of the prompts, "
-            "and judge the best and the policy's default on the others.",
-        ),
-    ] = False,
     plots: PlotsOption = None,
     json: JsonOption = None,
 ) -> None:
     """Ask what if: any grid over cost ratio, acceptance, policies, batch, context, device.
 
+    Policies are by default fixed:gamma={1..12}, as far as drafts were recorded, and the oracle.
     Regrets are against the best fixed length from 1 to 12 and against the oracle, even if these are
-    not swept. The second table says where each policy stops giving a speedup.
+    not swept. The second table says where each policy stops giving a speedup. Above batch 1 at most
+    30 resamples are drawn.
     """
     from simulator.chosen import swept_policies
     from simulator.unmeasured import free_hosts, said_free, said_outside
-    from simulator.whatif.axes import parse_axis
+    from simulator.whatif.axes import axis_settings, number, parse_axis
     from simulator.whatif.breakeven import fastest, overview, thresholds
     from simulator.whatif.cells import Prices, fitting
     from simulator.whatif.sweep import Sweep, thresholds_path, write_thresholds
     from traces.latency.table import BATCH_FREE_SAID
-    from traces.replay.calls import drafting_always
 
     table_at = ends_at = None
-    if out is not None and (ladder or tune):
-        check_suffix(out)
-    elif out is not None:
+    if out is not None:
         table_at = out.with_suffix(".parquet") if out.suffix in TABLES else out
         # No file belongs next to a device.
         ends_at = None if is_device(table_at) else thresholds_path(table_at)
         _check_places(out, table_at, ends_at)
+    c, of_c = axis_settings(c, "c", ["verify"])
+    alpha, of_alpha = axis_settings(alpha, "alpha", ["tilt"])
     ratios = parse_axis(c, "c", low=0.0)
-    carried = {"--gpu": inputs.gpu, "--weights": inputs.weights}
-    by_ratio = bool(ratios) and not (ladder or tune) and all(v is None for v in carried.values())
+    by_ratio = bool(ratios) and inputs.gpu is None and inputs.weights is None
     recording = inputs.load(chooses="sweep", by_ratio=by_ratio, one=False)
     recorded = recording.trace
     sizes = [int(b) for b in parse_axis(batch, "batch", low=1, high=MOST_BATCH, whole=True)]
     tables = recording.swept(ratios, largest := max(sizes))
     assumed = [name for name, table in tables.items() if table.said_batch_free(largest)]
     assumed += ["ratio"] * (largest > 1 and bool(ratios))
-    if ladder or tune:
-        axes = {
-            "--c": c, "--alpha": alpha, "--gamma": gamma, "--context": context,
-            "--batch": None if batch == "1" else batch, "--cluster": cluster,
-            "--verify-ratio": None if verify_ratio == 1 else verify_ratio,
-            "--tilt": None if tilt == "coupled" else tilt,
-            "--plots": plots if tune else None,
-        }  # fmt: skip
-        mode = "--ladder" if ladder else "--tune"
-        options.refuse(axes, f"{mode} sweeps nothing")
-        options.refuse(carried, f"{mode} works on the measured device alone")
-        if ladder and tune:
-            raise DraftsimError("--ladder works on the policies as they are: drop --tune")
-        if len(tables) != 1:
-            raise DraftsimError(f"{mode} takes one latency table, got {len(tables)}")
-        table = drafting_always(next(iter(tables.values())), inputs.always_draft)
-        if ladder:
-            _ladder(recording, table, policy, resamples, seed, plots, json, out)
-        else:
-            _searched(recording, table, policy, resamples, seed, jobs, json, out)
-        return
+    if "verify" in of_c:
+        verify_ratio = number(of_c["verify"], f"--c {c}: verify is the cost of a verification")
     lengths = [int(g) for g in parse_axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
     contexts = [
         int(k) for k in parse_axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)
@@ -213,7 +185,7 @@ def sweep(
         prices,
         parse_axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
-        method=tilt, resamples=resamples, seed=seed,
+        method=of_alpha.get("tilt", tilt), resamples=drawn.resamples, seed=drawn.seed,
     )  # fmt: skip
     title = titled(recording, prices)
     say_tilt(study)
@@ -332,18 +304,38 @@ def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
     return f"{said}, and at given cost ratios" if both else said
 
 
-def _searched(
-    recording: Recording, table: LatencyTable, policy: list[str] | None, resamples: int,
-    seed: int, jobs: int | None, json: str | None, out: Path | None,
-) -> None:  # fmt: skip
+def tune(
+    inputs: options.BatchInputs,
+    *,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            metavar="P",
+            help="A policy with the values to search in braces: gammatune:eta={0.1,0.3},"
+            "gamma={1..6}. Repeatable.",
+        ),
+    ] = None,
+    drawn: Resampling,
+    jobs: options.JobsOption = None,
+    out: OutOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Search the parameters of policies on part of the prompts; judge them on the others.
+
+    Rows are no speculation, then of every --policy the best setting and the default.
+    """
     from simulator.chosen import load_policies, say_unfitted
     from simulator.unmeasured import said_free
     from simulator.whatif.axes import search_space
     from simulator.whatif.tuning import tuned_rows
 
-    trace, texts = recording.trace, policy or []
+    recording = inputs.load(chooses="sweep")
+    table, trace, texts = inputs.priced(recording), recording.trace, policy or []
     with working("searching settings"):
-        found = tuned_rows(trace, table, texts, resamples=resamples, seed=seed, jobs=jobs or 1)
+        found = tuned_rows(
+            trace, table, texts, resamples=drawn.resamples, seed=drawn.seed, jobs=jobs or 1
+        )
     say_unfitted(load_policies([search_space(text)[0] for text in texts], trace), remark)
     if json is None:
         real = [row for row in found if not is_bound(row["policy"])]
@@ -361,10 +353,21 @@ def _searched(
         note(line)
 
 
-def _ladder(
-    recording: Recording, table: LatencyTable, policy: list[str] | None, resamples: int,
-    seed: int, plots: Path | None, json: str | None, out: Path | None,
-) -> None:  # fmt: skip
+def ladder(
+    inputs: options.BatchInputs,
+    *,
+    policy: SweptOption = None,
+    drawn: Resampling,
+    plots: PlotsOption = None,
+    out: OutOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compare no speculation, the best fixed length, policies, rate-optimal and the oracle.
+
+    The best fixed length and rate-optimal are fitted on half of the prompts, and all policies are
+    judged on the others. They are by default those whose signals were recorded. `share` is the
+    share of the oracle's gain that a policy reaches.
+    """
     from simulator.chosen import load_policies, named, say_unfitted
     from simulator.plots.look import save_all_kinds
     from simulator.plots.whatif import plot_ladder
@@ -372,12 +375,12 @@ def _ladder(
     from simulator.whatif.axes import expand
     from simulator.whatif.ladder import ladder as climb
 
-    trace = recording.trace
-    chosen = None
+    recording = inputs.load(chooses="sweep")
+    table, trace, chosen = inputs.priced(recording), recording.trace, None
     if policy:
         chosen = dict(named(load_policies(expand(policy), trace, say=remark, latency=table)))
     with working("splitting the prompts") as say:
-        rungs = climb(trace, table, policies=chosen, resamples=resamples, seed=seed, progress=say)
+        rungs = climb(trace, table, policies=chosen, **vars(drawn), progress=say)
     as_given = set(rungs.loc[rungs["rung"] == "policy", "policy"])
     say_unfitted([pair for pair in (chosen or {}).items() if pair[0] in as_given], remark)
     note(f"{recording.said}: {_climbed(rungs)}")

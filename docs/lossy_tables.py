@@ -15,7 +15,7 @@ HEAD = (
 
 
 def lossy_rules(name: str) -> str:
-    """Return the table of ``simulate --rounds NAME``, the fastest rule first.
+    """Return the table of ``simulate rounds NAME``, the fastest rule first.
 
     Raises
     ------

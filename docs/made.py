@@ -245,7 +245,8 @@ def commands() -> str:
     for name, command in found.items():
         parts.append(f"## {name}\n\n{usage(name, command)}")
         verbs: Mapping[str, Any] = getattr(command, "commands", {})
-        parts += [f"### {name} {v}\n\n{usage(f'{name} {v}', verbs[v])}" for v in verbs]
+        # The help of a command shows its first verb's, too.
+        parts += [f"### {name} {v}\n\n{usage(f'{name} {v}', verbs[v])}" for v in [*verbs][1:]]
     return "\n\n".join(parts)
 
 

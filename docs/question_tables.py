@@ -46,7 +46,8 @@ QUESTIONS = {
         f"draftsim breakeven --latency {A100} --acceptance 0.7 --batch 1,8,32,128 "
         "--context 1024,8192 --k 1,2,4",
         "`needed` is the acceptance length that breaks even at the load, whatever drafts. With "
-        "`--plot FILE` it is a map; with `--plan`, the fewest runs to measure on your own server.",
+        "`--plot FILE` it is a map. `breakeven plan` chooses the fewest runs to measure on your "
+        "own server.",
     ),
     "baseline": Question(
         "Over which baseline is the gain?",
@@ -106,11 +107,11 @@ QUESTIONS = {
     ),
     "thinking": Question(
         "Do thinking phases accept less?",
-        f"draftsim simulate {CODER} "
-        "--policy fixed:gamma=3 --phase code=#73594..#73594 --resamples 100",
+        f"draftsim simulate phases code=#73594..#73594 {CODER} "
+        "--policy fixed:gamma=3 --resamples 100",
         "A phase is what lies between two markers in the output: here code between two fences, "
         "`#73594` in this tokenizer. With `--tokenizer DIR` markers are text: "
-        "`--phase 'thinking=<think>..</think>'`, `--phase 'tool call=<tool_call>..</tool_call>'`.",
+        "`'thinking=<think>..</think>' 'tool call=<tool_call>..</tool_call>'`.",
     ),
     "graphs": Question(
         "Which K fits the captured CUDA graphs?",

@@ -16,6 +16,7 @@ from dataclasses import field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from policies.errors import TextError
 from policies.json_text import JSONError, parse_json
 
 ALSO: Mapping[str, tuple[str, ...]] = {"num_speculative_tokens": ("gamma", "gamma_max", "k")}
@@ -38,15 +39,7 @@ def parse_spec(
         raise ValueError(f"unknown {kind} {name!r}{choice(name, table)}")
     known = {k: v for k, v in parameters(cls).items() if k not in fixed}
     given: dict[str, Any] = {}
-    for item in split_items(rest):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or not key:
-            raise ValueError(f"{kind} {name!r}: {item!r} is not of the form key=value")
-        key = next((own for own in ALSO.get(key, ()) if own in known), key)
-        if key not in known:
-            raise ValueError(f"{kind} {name!r} has no parameter {key!r}{choice(key, known)}")
-        if key in given:
-            raise ValueError(f"{kind} {name!r}: parameter {key!r} is given twice")
+    for key, value in assignments(rest, f"{kind} {name!r}", known).items():
         where, declared = f"{kind} {name!r}: {key}={value}", _declared(known[key])
         if declared is inspect.Parameter.empty:
             raise ValueError(
@@ -54,6 +47,35 @@ def parse_spec(
             )
         given[key] = _value(where, declared, value)
     return name, cls, given
+
+
+def assignments(
+    text: str, where: str, keys: Collection[str] | None = None, noun: str = "parameter"
+) -> dict[str, str]:
+    """Return the values of a text ``key=value,key=value`` by key.
+
+    Commas inside brackets do not separate.  Only `keys` may be given, if there are any, also by
+    other names of them (`ALSO`).  ``where`` begins the error's message, and ``noun`` is what it
+    calls a key.
+
+    Raises TextError for a part of another form, an unknown key, or one that is given twice.
+
+    >>> assignments("gamma=4, weights=[1,0]", "policy")
+    {'gamma': '4', 'weights': '[1,0]'}
+    """
+    found: dict[str, str] = {}
+    for item in split_items(text):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not key:
+            known = f" ({noun}s: {', '.join(keys)})" if keys else ""
+            raise TextError(f"{where}: {item!r} is not of the form key=value{known}")
+        key = next((own for own in ALSO.get(key, ()) if own in (keys or ())), key)
+        if keys is not None and key not in keys:
+            raise TextError(f"{where} has no {noun} {key!r}{choice(key, keys)}")
+        if key in found:
+            raise TextError(f"{where}: {noun} {key!r} is given twice")
+        found[key] = value
+    return found
 
 
 def describe_spec(obj: object, name: str, fixed: Collection[str] = ()) -> str:

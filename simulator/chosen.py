@@ -297,12 +297,12 @@ def say_unfitted(chosen: Named, say: Say) -> None:
 def load_rule(text: str | None, memory: Path | None = None) -> VerifyRule | None:
     """Return the rule that `text` describes; None if none is named.
 
-    ``memory`` is the file of a calibrated memory.  Raises DraftsimError naming what is wrong.
+    ``memory`` is the file of a calibrated memory, which by itself means the rule csd.  Raises
+    DraftsimError naming what is wrong.
     """
-    if text is None:
-        if memory is not None:
-            raise DraftsimError("--memory belongs to a rule that has one: add --verify csd")
+    if text is None and memory is None:
         return None
+    text = text or "csd"
     try:
         table = None if memory is None else OnlineCorrectionMemory.load(memory)
         rule = parse_rule(text, memory=table)  # a run tells the rule its vocabulary

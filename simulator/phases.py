@@ -59,7 +59,7 @@ class Phase:
         name, equals, markers = text.partition("=")
         begin, dots, end = markers.partition("..")
         if not equals or not dots:
-            raise DraftsimError(f"--phase {text!r}: expected NAME=BEGIN..END")
+            raise DraftsimError(f"phase {text!r}: expected NAME=BEGIN..END")
         return cls(name.strip(), begin, end)
 
 

@@ -11,6 +11,7 @@ from policies.arrays import Floats
 from policies.batch.base import SingleStream
 from policies.core import DraftPolicy
 from policies.from_file import Cut, split_name
+from policies.registry import parse_policy
 from policies.spec import describe_spec, parameters
 from simulator.chosen import load_policies
 from simulator.pricing import autoregressive, price
@@ -117,7 +118,8 @@ def families_of(
     """Return the policies of `texts` as functions of their parameter gamma, ``fixed`` first.
 
     They weigh the costs of `latency`, if it is given (`simulator.chosen.informed`).
-    Without texts, or with ``all``, these are `STARTING` (and those named with ``all``).
+    Without texts, or with ``all``, these are those of `STARTING` whose signals the recording holds
+    (and those named with ``all``).
     Raises DraftsimError if the recording holds drafts of fewer than `fewest` lengths.
     """
     longest = min(trace.max_gamma or LONGEST, LONGEST)
@@ -130,8 +132,10 @@ def families_of(
     names = [text for text in texts or () if text != "all"]
     without = [text for text in names if method_of(text) is not None]
     names = [text for text in names if text not in without]
+    lacking: list[str] = []
     if names + without == [] or "all" in (texts or ()):
-        names += [name for name in STARTING if name not in names]
+        lacking = [n for n in STARTING if not {*parse_policy(n).reads} <= {*trace.signals}]
+        names += [name for name in STARTING if name not in (*names, *lacking)]
     every = list(dict.fromkeys(["fixed", *names]))
     for name, policy in load_policies(every, trace, latency=latency):
         inner: Any = getattr(policy, "policy", policy)
@@ -151,6 +155,8 @@ def families_of(
         family = describe_spec(inner, split_name(name)[0], ("gamma", "gamma_max"))
         made.setdefault(family, make)
     said = []
+    if lacking:
+        said.append(f"left out, because their signals were not recorded: {', '.join(lacking)}")
     if without:
         said.append(
             "left out, because they have no parameter gamma (initial draft length): "

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from policies.spec import assignments
 from traces.errors import DraftsimError
 
 NAMES = {"ttft": "ttft_s", "tpot": "tpot_s", "p": "share"}
@@ -76,14 +77,7 @@ def parse_targets(text: str, *, share: bool = True) -> Targets:
     Targets(ttft_s=0.2, tpot_s=0.03, share=0.95)
     """
     found: dict[str, float] = {}
-    for part in text.split(","):
-        name, equals, value = (s.strip() for s in part.partition("="))
-        if name not in NAMES or not equals:
-            raise DraftsimError(
-                f"--slo {text}: {part.strip()!r} is not one of ttft=TIME, tpot=TIME, p=SHARE"
-            )
-        if NAMES[name] in found:
-            raise DraftsimError(f"--slo {text}: {name} is given twice")
+    for name, value in assignments(text, f"--slo {text}", NAMES, "target").items():
         if name == "p" and not share:
             raise DraftsimError(
                 f"--slo {text}: no share of requests is asked for here: drop p, or ask for a plan "

@@ -57,9 +57,10 @@ RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("sweep", "--ladder", "--batch", "8", "--alpha", "0.3"),
-         "--ladder sweeps nothing: drop --alpha and --batch"),
-        (("sweep", "--tune", "--context", "5"), "--tune sweeps nothing: drop --context"),
+        (("sweep", "ladder", "--batch", "8", "--alpha", "0.3"),
+         "--batch belongs to `draftsim sweep grid`; this is `draftsim sweep ladder`: drop it"),
+        (("sweep", "--tune", "--context", "5"),
+         "--context belongs to `draftsim sweep grid`; --tune chooses `draftsim sweep tune`"),
         (("serve", *PLAIN, "--max-batch", "2"), "leave out --max-batch (max_num_seqs)"),
         (("serve", *GIVEN, "--mode", "pearl", "--kv-blocks", "9"), "leave out --kv-blocks"),
         (("serve", *GIVEN, "--mode", "static", "--token-budget", "9"), "leave out --token-budget"),
@@ -68,25 +69,33 @@ RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
         (("capacity", *ANY_BATCH, "--rate", "1", "--slo", "tpot=1s", "--requests", "0"),
          "--requests is 0"),
         (("tune", *GIVEN, "--engine", "hf", "--requests", "7"), "--requests needs --try"),
-        (("breakeven", "--bench", RESULTS, "--gpu", "a100"), "--bench tells the costs: drop --gpu"),
-        (("breakeven", "--bench", RESULTS, "--trace", "smollm2-cpu"),
-         "--bench tells the acceptance: drop --trace"),
-        (("breakeven", "--bench", RESULTS, "--context", "100,100000"),
+        (("breakeven", "bench", RESULTS, "--gpu", "a100"),
+         "--gpu belongs to `draftsim breakeven surface`"),
+        (("breakeven", "bench", RESULTS, "--trace", "smollm2-cpu"),
+         "--trace belongs to `draftsim breakeven surface` or `plan`"),
+        (("breakeven", "bench", RESULTS, "--context", "100,100000"),
          "so the cost of 100,000 is not determined"),
-        (("breakeven", "--passes", "1"), "add --bench or --plan"),
-        (("breakeven", "--plan", "--latency", CONST, "--acceptance", "0.8"), "drop --latency"),
+        (("breakeven", "--passes", "1"), "belongs to `draftsim breakeven bench` or `plan`"),
+        (("breakeven", "plan", "--latency", CONST, "--acceptance", "0.8"),
+         "--latency belongs to `draftsim breakeven surface`"),
         (("breakeven", *GIVEN, "--trace", "smollm2-cpu"), "need no recording: drop --trace"),
-        (("papers", "--logs", "x"), "drop --logs"),
-        (("simulate", "--rounds", "bundled", "--policy", "gammatune", "--robustness"),
-         "decoded: drop --policy and --robustness"),
+        (("papers", "--logs", "x"), "--logs x: holds neither"),
+        (("simulate", "rounds", "bundled", "--policy", "gammatune"),
+         "--policy belongs to `draftsim simulate replay` or `phases` or `robustness`"),
+        (("simulate", "--rounds", "bundled", "--robustness"),
+         "--rounds belongs to `draftsim simulate rounds`; --robustness chooses"),
         (("doctor", "0.7", "--against", "0.8", "--source", "eagle"), "--source eagle chooses"),
-        (("papers", "--measured", "--trace", "smollm2-cpu", "--missing"),
-         "drop --trace and --missing"),
+        (("papers", "measured", "--trace", "smollm2-cpu", "--missing"),
+         "--trace belongs to `draftsim papers tables`; this is `draftsim papers measured`"),
         (("sweep", *ANY_BATCH, "--verify-ratio", "1.1"), "no --c is given: drop --verify-ratio"),
         (("sweep", *ANY_BATCH, "--tilt", "iid"), "no --alpha is given: drop --tilt"),
-        (("simulate", *GIVEN, "--robustness", "--prefill", "--by-category"),
-         "drop --prefill and --by-category"),
-        (("simulate", "--latency", "const:target=1,draft=0.1,catch_up=0.2"), "names 'catch_up'"),
+        (("sweep", *ANY_BATCH, "--c", "0.1,tilt=iid"), "has no setting 'tilt': choose from verify"),
+        (("sweep", *ANY_BATCH, "--c", "0.1,verify=x"), "'x' is no number"),
+        (("sweep", *ANY_BATCH, "--c", "verify=1.1"), "'' is no number"),
+        (("sweep", *ANY_BATCH, "--alpha", "0.5,tilt=both"), "'both', expected coupled, redraw"),
+        (("simulate", "robustness", *GIVEN, "--prefill", "--by-category"),
+         "--prefill belongs to `draftsim simulate replay` or `phases` or `rounds`"),
+        (("simulate", "--latency", "const:target=1,draft=0.1,catch_up=0.2"), "no time 'catch_up'"),
         (("simulate", *GIVEN, "--verify", 'cm-asd:weights=["a",0,1]'), "rule 'cm-asd'"),
         (("simulate", *GIVEN, "--policy", "rate-optimal:rate=[[1]]"), "policy 'rate-optimal'"),
         (("simulate", *GIVEN, "--policy", 'batch-table:table=[{"a":1,"b":2,"c":3}]'),
@@ -505,10 +514,10 @@ def test_an_overlapped_mode_says_what_is_free(run: Run) -> None:
     [
         (("sweep", "--policy", "confidence"), ["host_round", "signal"]),
         (("sweep", "--policy", "fixed:gamma=1"), ["host_round"]),
-        (("sweep", "--ladder", "--policy", "confidence"), ["host_round", "signal"]),
-        (("sweep", "--tune", "--policy", "confidence:confidence_threshold={0.3,0.4}"),
+        (("sweep", "ladder", "--policy", "confidence"), ["host_round", "signal"]),
+        (("sweep", "tune", "--policy", "confidence:confidence_threshold={0.3,0.4}"),
          ["host_round", "signal"]),
-        (("simulate", "--robustness", "--policy", "confidence"), ["host_round", "signal"]),
+        (("simulate", "robustness", "--policy", "confidence"), ["host_round", "signal"]),
         (("simulate", "--policy", "confidence"), ["host_round", "signal"]),
         (("breakeven", "--batch", "1", "--k", "1"), ["host_round"]),
         (("tune", "--engine", "vllm", "--batch", "1"),
@@ -605,9 +614,9 @@ def test_steps_without_drafts_verify_nothing() -> None:
         assert found.speedup == pytest.approx(1 / 1.1)
 
 
-@pytest.mark.parametrize("mode", [("--ladder",), ("--tune", "--policy", "gammatune:eta={0.1,0.5}")])
+@pytest.mark.parametrize("mode", [("ladder",), ("tune", "--policy", "gammatune:eta={0.1,0.5}")])
 def test_without_resamples_there_is_no_interval(mode: tuple[str, ...], run: Run) -> None:
-    done = run("sweep", "--trace", "bundled", *mode, "--resamples", "0", "--json", "-").ok()
+    done = run("sweep", *mode, "--trace", "bundled", "--resamples", "0", "--json", "-").ok()
     drafting = [row for row in done.rows if row["speedup"] != 1]
     assert drafting
     assert {row["speedup_lo"] for row in drafting} == {None}

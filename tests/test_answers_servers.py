@@ -60,7 +60,7 @@ def test_a_surface_of_runs_reads_their_prompts() -> None:
 def test_a_table_of_runs_can_say_off(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text("batch,k,tokens_per_s,emitted\n1,0,60,\n1,3,30,1.2\n8,0,300,\n8,3,120,1.2\n")
-    done = run("breakeven", "--bench", path, "--k", "3", "--json", "-").ok()
+    done = run("breakeven", "bench", path, "--k", "3", "--json", "-").ok()
     assert {row["k"] for row in done.rows} == {0, 3}
     assert "no table with K above 0 is faster" in done.err
 

@@ -385,7 +385,7 @@ def loads(**given: Any) -> object:
         ("simulate --latency bundled", lambda: draftsim.predict(latency="bundled")),
         ("serve --latency bundled --policy fixed:gamma=2 --batch 1",
          lambda: draftsim.serve(latency="bundled", policies=["fixed:gamma=2"], concurrency=[1])),
-        ("sweep --tune", lambda: tuned_rows(
+        ("sweep tune", lambda: tuned_rows(
             find_trace("bundled"), find_latency("bundled"), [], resamples=1, seed=0, jobs=1)),
         ("simulate --policy pld --verify csd",
          lambda: draftsim.predict(policies=["pld"], verify="csd")),

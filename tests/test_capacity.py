@@ -449,7 +449,7 @@ def test_the_command_answers_in_words_and_rows(
     [
         (("--slo", "ttft=0.5"), "give --rate or --arrivals"),
         (("--slo", "ttft=0.5", "--rate", 0), "--rate: expected a value greater than or equal"),
-        (("--slo", "latency=1", "--rate", 1), "'latency=1' is not one of ttft=TIME, tpot=TIME"),
+        (("--slo", "latency=1", "--rate", 1), "no target 'latency': choose from ttft, tpot, p"),
         (("--slo", "ttft=1", "--rate", 1, "--gpus", 0), "gpus is 0"),
         (("--slo", "ttft=1", "--rate", 1, "--router", "best"), "router is 'best'"),
         (("--slo", "ttft=1", "--rate", 1, "--max-replicas", 0), "max-replicas is 0"),

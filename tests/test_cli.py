@@ -88,7 +88,7 @@ def test_category_and_robustness_tables(run: Run, recorded: Path) -> None:
         "simulate", "--trace", recorded, "--policy", "svip", "--by-category", "--json", "-"
     ).rows
     assert {"category", "policy", "speedup"} <= set(by[0])
-    spread = run("simulate", "--trace", recorded, "--robustness", "--json", "-").rows
+    spread = run("simulate", "robustness", "--trace", recorded, "--json", "-").rows
     fixed = next(r for r in spread if r["policy"] == "fixed")
     assert fixed["mean"] == pytest.approx(1)
     assert fixed["sd"] > 0

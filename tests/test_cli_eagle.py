@@ -146,7 +146,6 @@ def test_what_is_amiss_is_one_line(run: Run, drafters: Path, tmp_path: Path) -> 
     out = ("--out", tmp_path / "run")
     for options, message in (
         (("--source", "eagle"), "names no drafter: give its folder"),
-        (("--source", "early-exit:tau=0.7"), "belong to --exit-layers"),
         (("--source", "pld", "--exit-layers"), "pld has nothing to set in a recording"),
         (("--source", "eagle:model=a/x", "--source", "eagle:model=b/x"), "are called x"),
         (("--source", f"eagle:model={drafters}", "--latency-only"),

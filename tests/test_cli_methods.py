@@ -178,13 +178,13 @@ def test_robustness_is_of_what_was_named_as_far_as_it_was_recorded(
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(OWN)
-    ran = run("simulate", "--trace", "smollm2-cpu", "--robustness", "--json", "-")
+    ran = run("simulate", "robustness", "--trace", "smollm2-cpu", "--json", "-")
     assert [row["policy"] for row in ran.rows] == [
         "fixed", "hf-heuristic", "confidence", "gammatune", "gammatune-plus",
     ]  # fmt: skip
     assert "initial draft lengths 1 to 8: no longer drafts were recorded" in ran.err
     ran = run(
-        "simulate", "--robustness", "--policy", f"{file}:Careful:threshold=0.4", "--policy", "svip",
+        "simulate", "robustness", "--policy", f"{file}:Careful:threshold=0.4", "--policy", "svip",
         "--policy", "gammatune", "--json", "-",
     )  # fmt: skip
     assert [r["policy"] for r in ran.rows] == [
@@ -194,9 +194,13 @@ def test_robustness_is_of_what_was_named_as_far_as_it_was_recorded(
     ]
     assert "no parameter gamma (initial draft length): svip" in ran.err
     assert "no longer drafts" not in ran.err
-    refused = run("simulate", "--robustness", "--policy", "csd")
+    drafted = ("simulate", "robustness", "--trace", "smollm2-cpu", "--source", "ngram")
+    ran = run(*drafted, "--json", "-").ok()
+    assert [row["policy"] for row in ran.rows][:2] == ["fixed", "hf-heuristic"]
+    assert "left out, because their signals were not recorded: confidence" in ran.err
+    refused = run("simulate", "robustness", "--policy", "csd")
     assert refused.code == 2
     assert (
-        "--robustness compares length policies with lossless verification: drop --policy csd"
+        "--policy csd has a source or a rule of its own, and initial draft lengths are compared"
         in refused.err
     )

@@ -40,7 +40,7 @@ COMMANDS = {name: listed.function() for name, listed in leaves(app.COMMANDS).ite
 PRINT_NO_TABLE = {"profile", "calibrate-memory", "report", "fetch"}
 MAKE_SOMETHING = {"demo", "import", "calibrate", "recommend", "tune", "export"}
 """Their --out names what they make, and rows are --json's."""
-OWN = {"serve", "sweep"}
+OWN = {"serve", "sweep grid"}
 """Their --out also holds what an interrupted run goes on from."""
 WRITTEN = {"out", "json", "rest", "timeline", "markdown", "plots"}
 """Options that name what a command writes at its end."""
@@ -183,9 +183,9 @@ PRINT_ALONE = {
     "serve-rate": ("serve", "--rate", "0.5,2", "--requests", 20, *FEW, "--replications", 2),
     "capacity": ("capacity", "--rate", 20, "--slo", "ttft=5s,tpot=1s", "--requests", 100, *FEW),
     "tune": ("tune", "--engine", "vllm", "--batch", "1,8", "--check"),
-    "search": ("sweep", "--tune", "--policy", "fixed:gamma={1,2}"),
+    "search": ("sweep", "tune", "--policy", "fixed:gamma={1,2}"),
     "breakeven": ("breakeven", "--batch", "1,8"),
-    "breakeven-plan": ("breakeven", "--plan", "--batch", "1,4", "--k", "1,2"),
+    "breakeven-plan": ("breakeven", "plan", "--batch", "1,4", "--k", "1,2"),
     "import": ("import", "prometheus", EXAMPLES / "metrics-before.txt",
                EXAMPLES / "metrics-after.txt"),
     "recommend": ("recommend", "--bench", RESULTS),
@@ -248,7 +248,7 @@ def commands(folder: Path) -> dict[str, tuple[object, ...]]:
     lossy = ("--policy", "gammatune+csd", "--against", "fixed:gamma=2")
     return {
         "simulate": ("simulate", *FEW, *lossy, "--resamples", 10),
-        "robustness": ("simulate", "--trace", folder, "--robustness", *FEW),
+        "robustness": ("simulate", "robustness", "--trace", folder, *FEW),
         "check": ("check", "--trace", folder, "--tokens", 1000),
         "serve": (
             "serve", "--trace", folder, *FEW, "--batch", "1,4", "--requests", 8,
@@ -258,7 +258,7 @@ def commands(folder: Path) -> dict[str, tuple[object, ...]]:
             "sweep", "--trace", folder, *FEW, "--c", "0.1,0.2", "--alpha", "0.5,0.7", "--jobs", 1,
             "--resamples", 2,
         ),
-        "ladder": ("sweep", "--trace", folder, "--ladder", *FEW, "--resamples", 10),
+        "ladder": ("sweep", "ladder", "--trace", folder, *FEW, "--resamples", 10),
         "list": ("list", "--rules"),
         "recorded": ("validate", "recorded", folder / "unpacked"),
         "papers": ("papers", "--trace", folder, "--table", "Table 2", "--no-missing"),
@@ -316,7 +316,7 @@ def test_tables_by_suffix(
 
 
 @pytest.mark.parametrize(("out", "said"), [("t.xyz", "the suffix"), ("no/t.csv", "no folder")])
-@pytest.mark.parametrize("command", ["simulate", "sweep --ladder", "sweep --tune"])
+@pytest.mark.parametrize("command", ["simulate", "sweep ladder", "sweep tune"])
 def test_a_place_that_cannot_be_is_refused_at_once(
     command: str, out: str, said: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,7 +146,6 @@ def test_a_lossless_system_emits_the_same_tokens_as_its_parts(run: Run) -> None:
         (["--source", "pld", "--policy", "svip"], "svip|SVIP"),
         (["--source", "pld", "--verify", "spec-verification"], "use --verify exact"),
         (["--source", "pld", "--policy", "rest"], "drop --source"),
-        (["--source", "pld", "--robustness"], "drop --source"),
         (["--policy", "specbound", "--verify", "csd"], "drop --verify"),
     ],
 )

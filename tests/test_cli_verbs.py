@@ -1,4 +1,4 @@
-"""Verbs of ``profile`` and ``validate``: their own options, and the commands that name none."""
+"""Verbs of commands: their own options, and the commands that name none."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from commands.app import COMMANDS
 from commands.lazy import leaves
+from commands.profile import command as profile
 from tests.conftest import ROOT, Run
 
 WITH_VERBS = {name: one for name, one in COMMANDS.items() if one.verbs}
@@ -27,16 +31,18 @@ RUN = ("--run", "r")
 def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The verb that ran last, in place of the real one, and its options."""
     last: dict[str, Any] = {}
-    for command, verb in (name.split() for name in leaves(WITH_VERBS)):
-        module = import_module(f"commands.{command}.command")
-        real = getattr(module, verb)
+    for name, listed in leaves(WITH_VERBS).items():
+        verb = name.partition(" ")[2]
+        place, _, function = listed.place.partition(":")
+        module = import_module(f"commands.{place}")
+        real = getattr(module, function)
 
         def stand_in(verb: str = verb, **given: Any) -> None:
             last.clear()
             last.update(given, verb=verb)
             last.pop("ctx", None)  # it is each call's own
 
-        monkeypatch.setattr(module, verb, wraps(real)(stand_in))
+        monkeypatch.setattr(module, function, wraps(real)(stand_in))
     return last
 
 
@@ -69,6 +75,22 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
          ("engine", *RUN, "--source", "s", "--http")),
         ("validate", ("--recorded", "a", "--recorded=b", "--markdown", "m"),
          ("recorded", "a", "b", "--markdown", "m")),
+        ("simulate", ("--policy", "svip"), ("replay", "--policy", "svip")),
+        ("simulate", ("--rounds", "r", "--against=csd"), ("rounds", "r", "--against", "csd")),
+        ("simulate", ("--phase", "a=b..c", "--tokenizer", "t", "--phase=d=..e"),
+         ("phases", "a=b..c", "d=..e", "--tokenizer", "t")),
+        ("simulate", ("--robustness", "--policy", "svip"), ("robustness", "--policy", "svip")),
+        ("breakeven", ("--k", "1"), ("surface", "--k", "1")),
+        ("breakeven", ("--bench", "a", "--bench=b", "--passes", 1),
+         ("bench", "a", "b", "--passes", 1)),
+        ("breakeven", ("--plan", "--bench", "a"), ("plan", "--bench", "a")),
+        ("sweep", ("--c", "0.1"), ("grid", "--c", "0.1")),
+        ("sweep", ("--ladder", "--jobs", 1, "--seed", 3), ("ladder", "--seed", 3)),
+        ("sweep", ("--tune", "--policy", "fixed:gamma={1,2}"),
+         ("tune", "--policy", "fixed:gamma={1,2}")),
+        ("papers", ("--missing",), ("tables", "--missing")),
+        ("papers", ("--measured", "--table", "T"), ("measured", "--table", "T")),
+        ("papers", ("--logs", "f"), ("measured", "--logs", "f")),
     ],
 )  # fmt: skip
 def test_options_choose_the_verb_that_is_not_named(
@@ -108,6 +130,9 @@ def test_options_choose_the_verb_that_is_not_named(
          "--force belongs to `draftsim profile pair` or `sources`; --latency-only chooses"),
         ("profile latency --target t --draft d --out o --prompts p",
          "--prompts belongs to `draftsim profile pair` or"),
+        ("sweep --c 0.1 --tune", "--c belongs to `draftsim sweep grid`; --tune chooses"),
+        ("sweep ladder --latency a --latency b", "sweep ladder` takes one --latency: drop"),
+        ("simulate rounds", "Missing argument"),
         ("profile engin", "No such command 'engin'. Did you mean 'engine'?"),
         ("profile", "Missing option '--target'"),
         ("validate", "Missing option '--run'"),
@@ -133,8 +158,9 @@ def test_verbs_are_listed_with_their_help(command: str, run: Run) -> None:
     for verb, one in WITH_VERBS[command].verbs.items():
         assert re.search(rf"^  {verb} .*{re.escape(one.says)}$", said, re.M)
         assert one.says.endswith(".")
-        for option in one.chosen_by:
-            assert option in lines
+    first = next(iter(WITH_VERBS[command].verbs))
+    assert f"Without a verb it is `{first}`:" in lines
+    assert options_in_help(f"{command} {first}", run) == options_in_help(command, run)
 
 
 def options_in_help(name: str, run: Run) -> set[str]:
@@ -157,6 +183,29 @@ def test_the_help_of_a_verb_has_its_own_options(run: Run) -> None:
     assert {"--engine", "--eagle", "--minutes"} <= engine
     assert not {"--prompts", "--verify", "--exit-layers", "--device"} & engine
     assert options_in_help("profile --engine vllm", run) == engine
+    assert options_in_help("papers measured", run) == {
+        "--logs", "--table", "--out", "--json", "--help",
+    }  # fmt: skip
+    assert not {"--ladder", "--tune", "--tilt", "--verify-ratio"} & options_in_help("sweep", run)
+
+
+def test_what_is_set_for_other_sources_asks_for_them(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    @contextmanager
+    def claimed(*_: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(pair=None, info=None)
+
+    monkeypatch.setattr(profile, "_claimed", claimed)
+    monkeypatch.setattr(profile, "check_layers", lambda *_: None)
+    monkeypatch.setattr(profile, "check_heads_text", lambda *_: None)
+    monkeypatch.setattr(profile.recording, "complete", lambda *_: None)
+    monkeypatch.setattr(profile, "profile_sources", lambda *_, exits, **__: asked.append(exits))
+    for option in (("--source", "early-exit:tau=0.7"), ("--heads-text", "t")):
+        run("profile", "sources", *TEXTS, *option).ok()
+    assert asked == [True, True]
 
 
 @pytest.mark.parametrize(

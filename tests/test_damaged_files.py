@@ -225,14 +225,14 @@ READERS: Mapping[str, Reader] = {
     ),
     "rounds": Reader(
         f"rounds/{LOSSY}.parquet",
-        said("simulate", "--rounds", f"{{}}/rounds/{LOSSY}.parquet", "--trace", "bundled",
+        said("simulate", "rounds", f"{{}}/rounds/{LOSSY}.parquet", "--trace", "bundled",
              "--resamples", 1, "--json", "-"),
         True,
     ),
     "rounds of calls": Reader("calls.parquet", lambda p: _rounds(p / "calls.parquet"), True),
     "outputs": Reader(
         f"rounds/{LOSSY}.json",
-        said("simulate", "--rounds", f"{{}}/rounds/{LOSSY}.parquet", "--trace", "bundled",
+        said("simulate", "rounds", f"{{}}/rounds/{LOSSY}.parquet", "--trace", "bundled",
              "--resamples", 1, "--json", "-"),
         True,
     ),

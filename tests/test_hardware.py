@@ -443,7 +443,7 @@ def test_formats_and_runs_are_listed(run: Run) -> None:
     tables = {row["table"] for row in run("list", "--published", "--json", "-").rows}
     assert {f"{study.name}, ms" for study in STUDIES if study is not GAMMATUNE} <= tables
     assert "GammaTune 1, ms" in tables
-    measured = run("papers", "--measured", "--table", "Qwen2.5, vLLM", "--json", "-")
+    measured = run("papers", "measured", "--table", "Qwen2.5, vLLM", "--json", "-")
     # All of them once, and the quantised ones from vLLM's own kernels as well.
     by_roofline = [row for row in measured.rows if not row["given"].startswith("operators")]
     assert len(by_roofline) == 24 + 18

@@ -304,7 +304,7 @@ def test_gpt_oss_has_its_published_sizes_and_says_what_is_not_composed(
         ("a100/llama-2-70b@tp3", "its 64 heads cannot be shared by 3 GPUs"),
         ("a100/llama-2-7b@4", "expected a model and @tpN"),
         ("a100/llama-2-7b+vicuna-68m+vicuna-68m", "names 3 models"),
-        ("a100/llama-2-7b:width=3", "is no size of a model: expected FIELD=VALUE of layers"),
+        ("a100/llama-2-7b:width=3", "has no size 'width': choose from layers"),
         ("h100/mixtral-8x7b:experts=1@tp4", "expected 1 to 1 experts_per_token, and a conc"),
         ("h100/mixtral-8x7b:experts_per_token=0@tp4", "expected 1 to 8 experts_per_token, and a"),
         ("a100/llama-2-7b:experts=8", "expected 1 to 8 experts_per_token, and a concentration"),

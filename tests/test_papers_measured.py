@@ -144,7 +144,7 @@ def test_the_ladder_is_the_published_one() -> None:
 
 
 def test_the_table_of_evidence(run: Run) -> None:
-    ran = run("papers", "--measured", "--json", "-").ok()
+    ran = run("papers", "measured", "--json", "-").ok()
     document = ran.document
     assert {"study", "given", "quantity", "predicted", "measured", "error"} <= set(
         document["results"][0]
@@ -161,7 +161,7 @@ def test_the_table_of_evidence(run: Run) -> None:
                 assert records[study, name]["median"] < 0.12
     assert "thc1006" in ran.err
     assert "--logs" in ran.err
-    assert run("papers", "--measured", "--table", "TPU").code == 2
+    assert run("papers", "measured", "--table", "TPU").code == 2
 
 
 def test_every_large_error_is_explained_or_said_not_to_be(run: Run) -> None:
@@ -174,9 +174,9 @@ def test_every_large_error_is_explained_or_said_not_to_be(run: Run) -> None:
         assert any(note.on(*names) for names in records) or SERVER.startswith(note.study), note
     for study in {study for study, _ in records} | {SERVER, EAGLE_STUDY, SPECBENCH_STUDY}:
         assert any(name in study for name in SOURCES), study
-    ran = run("papers", "--measured", "--table", "vLLM EAGLE, Llama")
+    ran = run("papers", "measured", "--table", "vLLM EAGLE, Llama")
     assert ran.out.count("2 of 2  2 of 2  2 of 2") == 1
-    ran = run("papers", "--measured", "--table", "GammaTune")
+    ran = run("papers", "measured", "--table", "GammaTune")
     assert "GammaTune Table 1 (quantised): Not explained by any kernel." in ran.out
     assert "SGLang" not in ran.out
 
@@ -218,7 +218,7 @@ def test_a_folder_without_logs_is_refused_before_anything_is_predicted(
 ) -> None:
     for name in STUDIES:
         monkeypatch.setattr(measured, name, lambda *_: pytest.fail("predicted before the refusal"))
-    ran = run("papers", "--measured", "--logs", tmp_path)
+    ran = run("papers", "measured", "--logs", tmp_path)
     assert "holds neither eagle_logs" in ran.refusal
 
 

@@ -182,7 +182,7 @@ def test_simulate_tells_how_far_it_is(lines: Lines, synthetic_run: Path, run: Ru
     ("command", "what"),
     [
         (("check", "--tokens", 1000), "simulating the closed forms"),
-        (("papers", "--measured", "--table", "MiniCPM"), "predicting public measurements"),
+        (("papers", "measured", "--table", "MiniCPM"), "predicting public measurements"),
         (("calibrate", RESULTS), "fitting the server's costs"),
         (("recommend", "--bench", RESULTS), "comparing draft lengths"),
     ],

@@ -38,7 +38,7 @@ def test_runs_are_kept_with_their_outputs(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="record the run again"):
         read_run(path)
     path.with_suffix(".json").unlink()
-    with pytest.raises(FileError, match="profile --verify"):
+    with pytest.raises(FileError, match="profile decode --verify"):
         read_run(path)
 
 
@@ -84,7 +84,7 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
     assert kept.meta["memory_file"] == "memory.npz"
     assert len(kept.meta["memory"]["sizes"]) == 3
 
-    code, out, said = call("simulate", "--rounds", tmp_path, "--json", "-", "--resamples", 5)
+    code, out, said = call("simulate", "rounds", tmp_path, "--json", "-", "--resamples", 5)
     assert code == 0, said
     plain, priced = json.loads(out)["results"]
     assert plain["policy"] == "autoregressive"
@@ -95,6 +95,9 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
     assert code == 0, said
     replayed = json.loads(out)["results"][1]
     assert replayed["fidelity"] == "approximate"
+    # A memory by itself means the rule that has one.
+    alone = ("simulate", "--trace", tmp_path, *rule[2:], "--json", "-")
+    assert json.loads(call(*alone)[1])["results"][1]["verify"] == "csd"
 
     code, out, said = call("validate", "--run", tmp_path, *rule, "--repeats", 1, "--json", "-")
     assert code == 0, said
@@ -125,10 +128,9 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
         ((*again, "--policy", "fixed"), "--policy belongs to `draftsim profile decode`"),
         ((*again, "--method", "gammatune"), "is lossless"),
         ((*again, "--device", "cuda", "--verify", "typical"), "another pair"),
-        (("simulate", "--trace", tmp_path, "--memory", memory), "add --verify csd"),
         (("simulate", "--trace", tmp_path, "--verify", "cds"), "did you mean 'csd'"),
-        (("simulate", "--rounds", tmp_path / "rounds"), "holds no recorded rounds"),
-        (("simulate", "--rounds", "smollm2-cp"), "did you mean 'smollm2-cpu'"),
+        (("simulate", "rounds", tmp_path / "rounds"), "holds no recorded rounds"),
+        (("simulate", "rounds", "smollm2-cp"), "did you mean 'smollm2-cpu'"),
         (
             ("validate", "--run", tmp_path, "--verify", "typical", "--forced"),
             "--verify chooses `draftsim validate lossy`: drop one of them",
@@ -139,9 +141,9 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
 
 
 def test_rounds_of_a_bundled_recording_are_found_by_its_name(run: Run) -> None:
-    ran = run("simulate", "--rounds", "bundled", "--json", "-", "--resamples", 5)
+    ran = run("simulate", "rounds", "bundled", "--json", "-", "--resamples", 5)
     scored = [row for row in ran.rows if row["relative_bleu"] is not None]
     decoded = {(row["policy"], row["verify"]) for row in scored}
     assert {("fixed:gamma=6", "csd:threshold=1"), ("cm-asd", "cm-asd")} <= decoded
-    other = run("simulate", "--rounds", "bundled", "--trace", "smollm2-cpu")
+    other = run("simulate", "rounds", "bundled", "--trace", "smollm2-cpu")
     assert other.refusal.endswith("with their own trace: drop --trace smollm2-cpu")

@@ -170,7 +170,7 @@ def test_the_commands_say_how_many_prompts_are_solved(run: Run, made: Made, tmp_
         assert (seen.scored, seen.solved, seen.solved_greedy) == (3, solved, 1)
         assert quality_note(seen).endswith(f"; solved {solved} of 3 (greedy 1 of 3)")
 
-    rounds = ("simulate", "--rounds", folder, "--resamples", 5)
+    rounds = ("simulate", "rounds", folder, "--resamples", 5)
     plain, *rows = run(*rounds, "--json", "-").rows
     assert plain["scored"] is None
     for row in rows:
@@ -202,7 +202,7 @@ def test_a_category_is_decoded_again_beside_the_whole(run: Run, made: Made, tmp_
     again = run(*made.options, "--category", "method", *rule)
     assert "is finished and kept:" in again.said
     # Each is judged on the prompts that it decoded, and in its own category.
-    rounds = ("simulate", "--rounds", folder, "--resamples", 5)
+    rounds = ("simulate", "rounds", folder, "--resamples", 5)
     rows = run(*rounds, "--by-category", "--json", "-").rows
     lossy = [r for r in rows if r["policy"] != "autoregressive"]
     scores = sorted((r["category"] or "", r["scored"], r["solved"]) for r in lossy)

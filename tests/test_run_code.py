@@ -63,7 +63,7 @@ def test_code_is_run_when_asked_for_and_shown(
     recorded = read_run(file)
     assert asked == []
     assert {(o.passed, o.greedy_passed) for o in recorded.outputs} == {(None, None)}
-    rounds = ("simulate", "--rounds", folder, "--resamples", 5)
+    rounds = ("simulate", "rounds", folder, "--resamples", 5)
     assert "/greedy" not in run(*rounds).out
 
     texts = [(WRONG, RIGHT), ("assert f() == 1</s>", RIGHT), (RIGHT, RIGHT)]

@@ -213,7 +213,7 @@ def test_a_row_is_named_by_its_rule_where_policies_have_several() -> None:
 
 def test_recorded_rounds_are_compared_with_those_of_their_requests(run: Run) -> None:
     """The pair's rounds were recorded on two sets of prompts."""
-    asked = ("simulate", "--rounds", "bundled", "--resamples", 10, "--against")
+    asked = ("simulate", "rounds", "bundled", "--resamples", 10, "--against")
     rows = run(*asked, "fixed:gamma=6+csd-scg", "--json", "-").rows
     of_group = {row["policy"].startswith("fixed:gamma=6") for row in rows if row["gain"]}
     assert of_group == {True, False}  # plain decoding of those prompts as well
@@ -226,9 +226,9 @@ def test_rounds_of_other_prompts_share_no_table_and_latex_keeps_the_notes(
     tmp_path: Path, run: Run
 ) -> None:
     out = tmp_path / "t.tex"
-    ran = run("simulate", "--rounds", "bundled", "--resamples", 10, "--out", out).ok()
+    ran = run("simulate", "rounds", "bundled", "--resamples", 10, "--out", out).ok()
     assert "2 sets of prompts: each has its own table" in ran.err
-    rows = run("simulate", "--rounds", "bundled", "--resamples", 10, "--json", "-").rows
+    rows = run("simulate", "rounds", "bundled", "--resamples", 10, "--json", "-").rows
     first, second = out.read_text().split(r"\end{table}")[:2]
     for i, table in enumerate((first, second), 1):
         [said] = {row["prompts"] for row in rows if f"(set {i} of 2)" in row["prompts"]}

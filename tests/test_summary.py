@@ -247,7 +247,7 @@ def test_the_phases_make_up_the_whole() -> None:
     [("thinking", "NAME=BEGIN..END"), ("a=x..", "an end"), ("answer=a..b", "name")],
 )
 def test_wrong_phases_are_refused(run: Run, text: str, says: str) -> None:
-    made = run("simulate", "--phase", text)
+    made = run("simulate", "phases", text)
     assert says in made.refusal
 
 

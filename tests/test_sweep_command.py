@@ -105,7 +105,7 @@ def test_the_first_line_says_what_is_fastest_where(trace: str) -> None:
     _, remarks = said(*common, "--c", "0.01,0.9", "--alpha", "0.4,0.8")
     assert "fastest over 4 points: " in remarks
     assert "no speculation (50%)" in remarks
-    _, remarks = said("--trace", trace, "--latency", CONST, "--ladder", "--policy", "svip",
+    _, remarks = said("ladder", "--trace", trace, "--latency", CONST, "--policy", "svip",
                      "--resamples", "10")  # fmt: skip
     assert "of the oracle's gain" in remarks
 
@@ -212,13 +212,17 @@ def test_defaults_price_as_recorded(trace: str) -> None:
 
 def test_iid_baseline(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "grid.parquet"
-    run("--trace", trace, "--c", "0.1", "--alpha", "0.6", "--tilt", "iid", "--jobs", "1",
-        "--policy", "fixed", "--out", str(out))  # fmt: skip
-    assert set(read_sweep(out)["source"]) == {"iid"}
+    common = ("--trace", trace, "--jobs", "1", "--policy", "fixed", "--out", str(out))
+    run(*common, "--c", "0.1,verify=1.5", "--alpha", "0.6,tilt=iid")
+    found = read_sweep(out)
+    assert set(found["source"]) == {"iid"}
+    # As two options, as they were before.
+    run(*common, "--c", "0.1", "--verify-ratio", "1.5", "--alpha", "0.6", "--tilt", "iid")
+    pd.testing.assert_frame_equal(read_sweep(out), found)
 
 
 def test_ladder(trace: str, tmp_path: Path) -> None:
-    found = rows("--trace", trace, "--latency", CONST, "--ladder", "--policy", "svip",
+    found = rows("ladder", "--trace", trace, "--latency", CONST, "--policy", "svip",
                  "--plots", str(tmp_path), "--resamples", "10")  # fmt: skip
     assert [r["rung"] for r in found if r["policy"].startswith("svip")] == ["policy"]
     assert {"autoregressive", "rate-optimal", "oracle"} <= {r["rung"] for r in found}
@@ -228,19 +232,19 @@ def test_ladder(trace: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        ("--ladder", "--policy", "all"),
-        ("--ladder", "--policy", "oracle", "--policy", "oracle:convention=run+1"),
-        ("--tune", "--policy", "oracle:gamma_max={2,6}", "--policy", "fixed:gamma={1,2}"),
+        ("ladder", "--policy", "all"),
+        ("ladder", "--policy", "oracle", "--policy", "oracle:convention=run+1"),
+        ("tune", "--policy", "oracle:gamma_max={2,6}", "--policy", "fixed:gamma={1,2}"),
     ],
 )
 def test_the_oracle_is_not_recommended(trace: str, asked: tuple[str, ...]) -> None:
-    given = ["sweep", "--trace", trace, "--latency", CONST, *asked, "--resamples", "5"]
+    given = ["sweep", *asked, "--trace", trace, "--latency", CONST, "--resamples", "5"]
     shown = CliRunner().invoke(app.app, given)
     assert shown.exit_code == 0
     said = " ".join(shown.stderr.split())
     assert "fastest" in said
     assert not re.search(r"fastest: oracle|oracle\S* is fastest", said)
-    if "--ladder" in asked:
+    if "ladder" in asked:
         assert not re.search(r"^policy +oracle(:gamma_max=\d+)? ", shown.stdout, re.MULTILINE)
         assert "is not fitted" not in said
 
@@ -248,15 +252,15 @@ def test_the_oracle_is_not_recommended(trace: str, asked: tuple[str, ...]) -> No
 @pytest.mark.parametrize(
     ("asked", "unfitted"),
     [
-        (("--ladder", "--policy", "rate-optimal"), None),  # the rung of this name is fitted
-        (("--ladder", "--policy", "rate-optimal:gamma_max=4"), "rate-optimal:gamma_max=4"),
-        (("--tune", "--policy", "rate-optimal:gamma_max={2,4}"), "rate-optimal"),
+        (("ladder", "--policy", "rate-optimal"), None),  # the rung of this name is fitted
+        (("ladder", "--policy", "rate-optimal:gamma_max=4"), "rate-optimal:gamma_max=4"),
+        (("tune", "--policy", "rate-optimal:gamma_max={2,4}"), "rate-optimal"),
     ],
 )
 def test_a_rule_that_is_not_fitted_is_said_to_be_so(
     trace: str, asked: tuple[str, ...], unfitted: str | None
 ) -> None:
-    _, remarks = said("--trace", trace, "--latency", CONST, *asked, "--resamples", "0")
+    _, remarks = said(*asked, "--trace", trace, "--latency", CONST, "--resamples", "0")
     assert re.findall(r"(\S+) is not fitted", remarks) == ([unfitted] if unfitted else [])
 
 
@@ -278,7 +282,7 @@ def test_no_map_of_batch_and_gamma_without_latencies_is_drawn(trace: str, tmp_pa
 
 def test_parameters_are_searched_on_other_prompts_than_they_are_judged_on(trace: str) -> None:
     found = rows(
-        "--trace", trace, "--latency", CONST, "--tune", "--policy", "fixed:gamma={1..8}",
+        "tune", "--trace", trace, "--latency", CONST, "--policy", "fixed:gamma={1..8}",
         "--policy", "gammatune:gamma=2,eta={0.1,0.5}", "--resamples", "20",
     )  # fmt: skip
     assert [row["policy"] for row in found[:2]] == ["autoregressive", "fixed:gamma=5"]
@@ -289,14 +293,14 @@ def test_parameters_are_searched_on_other_prompts_than_they_are_judged_on(trace:
     assert best["train_speedup"] != best["speedup"]
     # Judged by itself on the held-out prompts, the same setting gives the same speedup.
     again = rows(
-        "--trace", trace, "--latency", CONST, "--tune", "--policy",
+        "tune", "--trace", trace, "--latency", CONST, "--policy",
         best["policy"].replace("gamma=", "gamma={") + "}", "--resamples", "20",
     )  # fmt: skip
     assert again[-1]["speedup"] == pytest.approx(best["speedup"])
     assert found[3]["policy"] == "gammatune:gamma=2,eta=0.3"
     # What was asked for has a row, also where the default is faster.
     slow = rows(
-        "--trace", trace, "--latency", CONST, "--tune", "--policy", "fixed:gamma={11,12}",
+        "tune", "--trace", trace, "--latency", CONST, "--policy", "fixed:gamma={11,12}",
         "--resamples", "20",
     )  # fmt: skip
     assert [row["policy"] for row in slow[1:]] == ["fixed:gamma=5", "fixed:gamma=11"]
@@ -322,7 +326,10 @@ def test_search_space_tells_values_from_braces() -> None:
         (("--c", "0.1", "--policy", "svip", "--gamma", "1..3"), "none of svip"),
         (("--c", "0.1", "--context", "5"), "--context needs a latency table: give --latency"),
         (("--c", "0.1", "--jobs", "2", "--cluster", "tcp://x:1"), "give one"),
-        (("--latency", CONST, "--latency", "const:target=1,draft=1", "--ladder"), "got 2"),
+        (
+            ("--latency", CONST, "--latency", "const:target=1,draft=1", "--ladder"),
+            "takes one --latency: drop the others",
+        ),
         (("--latency", CONST, "--tune", "--policy", "svip"), "none of"),
         (("--latency", CONST, "--tune"), "needs a policy"),
         (
@@ -333,7 +340,7 @@ def test_search_space_tells_values_from_braces() -> None:
             ("--latency", CONST, "--context", "1e12"),
             "expected 0 to 1e",
         ),
-        (("--latency", CONST, "--tune", "--ladder"), "drop --tune"),
+        (("--latency", CONST, "--tune", "--ladder"), "--ladder belongs to `draftsim sweep ladder`"),
         (
             (*FREE, "--batch", "1,4", "--policy", "confidence-freeze"),
             "confidence-freeze decides for the whole batch.*serve --batch",

@@ -109,13 +109,16 @@ def test_latencies_in_words() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("const:", "the part ''"),
+        ("const:", "lacks target and draft"),
         ("const:target=1", "lacks draft"),
         ("const:verify=1", "lacks target and draft"),
         ("const:target=1,draft=x", "draft='x', no number"),
-        ("const:target=1,draft", "the part 'draft'"),
-        ("const:traget=1,draft=1", "names 'traget' .did you mean 'target'"),
-        ("const:target=1,target=2,draft=1", "gives 'target' twice"),
+        (
+            "const:target=1,draft",
+            r"'draft' is not of the form key=value \(times: target, ",
+        ),
+        ("const:traget=1,draft=1", "has no time 'traget': did you mean 'target'"),
+        ("const:target=1,target=2,draft=1", "time 'target' is given twice"),
         ("const:target=-1,draft=1", "gives target=-1, expected > 0"),
         ("const:target=nan,draft=1", "gives target='nan', no number"),
         ("constant:target=1", "does not begin with 'const:'"),

@@ -129,10 +129,12 @@ def test_a_surface_on_the_command_line(run: Run, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "speculation is faster " in ran.err
     assert "num_speculative_tokens_per_seq_len" in ran.err or "no K above 0" in ran.err
-    given = run("breakeven", "--latency", "const:target=1,draft=0.05,verify=1.1", "--acceptance",
-                "0.8,0.56,0.336", "--json", "-", "--batch", "1", "--k", "1,2,3")  # fmt: skip
-    rows = {row["k"]: row for row in given.rows}
+    given = ("breakeven", "--latency", "const:target=1,draft=0.05,verify=1.1", "--acceptance",
+             "0.8,0.56,0.336", "--json", "-", "--batch", "1", "--k", "1,2,3")  # fmt: skip
+    rows = {row["k"]: row for row in run(*given).rows}
     assert rows[2]["speedup"] == pytest.approx((1 + 0.8 + 0.56) / 1.2)
+    rows = {row["k"]: row for row in run(*given, "--one-pass").rows}
+    assert rows[2]["speedup"] == pytest.approx((1 + 0.8 + 0.56) / 1.15)
 
 
 def test_the_answer_comes_before_how_the_costs_are_known(run: Run) -> None:
@@ -160,7 +162,7 @@ def at_2000(tmp_path: Path) -> Path:
 def test_dictated_runs_are_read_and_another_acceptance_is_put_in(run: Run, at_2000: Path) -> None:
     gains = []
     for acceptance in ("3:1.5", "3:3.5"):
-        ran = run("breakeven", "--bench", at_2000, "--acceptance", acceptance, "--k", "3",
+        ran = run("breakeven", "bench", at_2000, "--acceptance", acceptance, "--k", "3",
                   "--batch", "1,16", "--json", "-")  # fmt: skip
         gains.append([row["speedup"] for row in ran.rows if row["k"]])
     assert all(a < b for a, b in zip(*gains, strict=True))
@@ -168,12 +170,12 @@ def test_dictated_runs_are_read_and_another_acceptance_is_put_in(run: Run, at_20
 
 
 def test_a_context_that_the_runs_do_not_determine_is_refused(run: Run, at_2000: Path) -> None:
-    ran = run("breakeven", "--bench", at_2000, "--batch", "1", "--context", "2000,100000")
+    ran = run("breakeven", "bench", at_2000, "--batch", "1", "--context", "2000,100000")
     assert "the cost of 100,000 is not determined: add runs at about 100,000" in ran.refusal
 
 
 def test_a_plan_dictates_the_acceptance_of_the_runs(run: Run, at_2000: Path) -> None:
-    planned = ("breakeven", "--plan", "--bench", at_2000, "--batch", "1,256", "--context",
+    planned = ("breakeven", "plan", "--bench", at_2000, "--batch", "1,256", "--context",
                "2000,100000", "--k", "3")  # fmt: skip
     for options, emitted in (((), 2.5), (("--acceptance", "3:1.5"), 1.5)):
         rows = run(*planned, *options, "--json", "-").rows
@@ -182,14 +184,14 @@ def test_a_plan_dictates_the_acceptance_of_the_runs(run: Run, at_2000: Path) -> 
 
 
 def test_a_plan_draws_nothing(run: Run) -> None:
-    ran = run("breakeven", "--plan", "--acceptance", "0.8", "--plot", "surface.png")
-    assert "drop --plot" in ran.refusal
+    ran = run("breakeven", "plan", "--acceptance", "0.8", "--plot", "surface.png")
+    assert "--plot belongs to `draftsim breakeven surface` or `bench`" in ran.refusal
     ran = run("breakeven", "--plot", "surface.foo")
     assert "--plot surface.foo: the suffix is not one of .png, .svg, .pdf" in ran.refusal
 
 
 def test_a_plan_on_the_command_line(run: Run) -> None:
-    ran = run("breakeven", "--plan", "--acceptance", "0.8,0.7,0.6", "--batch", "1,16", "--context",
+    ran = run("breakeven", "plan", "--acceptance", "0.8,0.7,0.6", "--batch", "1,16", "--context",
               "1000,20000", "--k", "1,3", "--json", "-")  # fmt: skip
     assert ran.rows
     assert {"batch", "context", "k", "serve", "bench"} <= set(ran.rows[0])
@@ -198,7 +200,7 @@ def test_a_plan_on_the_command_line(run: Run) -> None:
 
 def test_a_plan_of_no_runs_is_a_table_of_no_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simulator.tune.breakeven.EXACT", 100.0)
-    ran = run("breakeven", "--plan", "--acceptance", "0.8,0.7,0.6", "--batch", "1,16", "--context",
+    ran = run("breakeven", "plan", "--acceptance", "0.8,0.7,0.6", "--batch", "1,16", "--context",
               "1000,20000", "--k", "1,3", "--json", "-").ok()  # fmt: skip
     assert ran.rows == []
     assert "nothing to measure" in ran.err

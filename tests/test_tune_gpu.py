@@ -72,7 +72,10 @@ def test_composed_latencies_of_other_models_are_named_and_carried_over(run: Run)
         (("{}/latency.parquet", "--gpu", "h100,a100"), "expected one GPU: run the command once"),
         (("{}/latency.parquet", "--gpu", "h2o"), "did you mean 'h20"),
         (("{}/latency.parquet", "--weights", "awk-int4"), "did you mean 'awq-int4'"),
-        (("{}/latency.parquet", "--weights", "fp8=target"), "expected FORMAT or target=FORMAT"),
+        (
+            ("{}/latency.parquet", "--weights", "fp8=target"),
+            "no model 'fp8': choose from target, ",
+        ),
         (("{}/cpu.parquet", "--gpu", "h100"), "has no GPU data sheet"),
         (("const:target=1,draft=0.1", "--gpu", "h100"), "were assumed, not measured"),
         (("{}/suite.parquet",), "holds 2 tables, expected one: name"),

@@ -88,7 +88,7 @@ def test_gammas_go_to_the_policies_that_have_one() -> None:
     [
         ({"alphas": (1.0,)}, "alpha is 1, expected strictly"),
         ({"batches": (0,)}, "batches are"),
-        ({"method": "guess"}, "method is 'guess'"),
+        ({"method": "guess"}, "tilt is 'guess'"),
         ({"resamples": -1}, "resamples is -1"),
     ],
 )
@@ -102,7 +102,7 @@ def test_impossible_prices_and_policies() -> None:
         Prices()
     with pytest.raises(DraftsimError, match="c is -1"):
         Prices((-1.0,))
-    with pytest.raises(DraftsimError, match="--verify-ratio is 0"):
+    with pytest.raises(DraftsimError, match="verify is 0"):
         Prices((0.1,), verify=0)
     with pytest.raises(DraftsimError, match="no policy"):
         Sweep(recorded(), {}, Prices((0.1,)))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.common.output import remark
+from policies.spec import assignments
 from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.store.recordings import Defaulted, find_trace, folder_of, given_name
@@ -228,13 +229,8 @@ def weight_formats(text: str | None) -> dict[str, WeightFormat]:
         return {}
     if "=" not in text:
         return dict.fromkeys(("target", "draft"), find_format(text))
-    found = {}
-    for part in text.split(","):
-        role, _, name = (word.strip() for word in part.partition("="))
-        if role not in ("target", "draft") or role in found:
-            raise DraftsimError(f"--weights {text}: expected FORMAT or target=FORMAT,draft=FORMAT")
-        found[role] = find_format(name)
-    return found
+    given = assignments(text, f"--weights {text}", ("target", "draft"), "model")
+    return {role: find_format(name) for role, name in given.items()}
 
 
 def say_calibrate(tables: Iterable[LatencyTable], largest: int) -> None:

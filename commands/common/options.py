@@ -144,7 +144,8 @@ MemoryOption = Annotated[
     Path | None,
     typer.Option(
         "--memory", metavar="FILE",
-        help="With --verify csd: the file that `draftsim calibrate-memory` wrote.",
+        help="File of `draftsim calibrate-memory`, for the rule csd. Without a rule it means "
+        "--verify csd.",
     ),
 ]  # fmt: skip
 TrustOption = Annotated[
@@ -157,6 +158,14 @@ ProcessOption = Annotated[
     str | None,
     typer.Option(help="Gaps between arrivals of --rate: poisson (default) or deterministic."),
 ]
+PassesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Drafter passes of every step that drafts: 1 for a drafter that drafts all tokens at "
+        "once. Default: one per drafted token.",
+    ),
+]
 JobsOption = Annotated[
     int | None, typer.Option(min=1, help="Processes here. Default: one per core.")
 ]
@@ -166,25 +175,31 @@ ClusterOption = Annotated[
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Options for whose drafts are accepted, and what passes cost."""
+class Recorded:
+    """Options for a recording, and what its passes cost."""
 
     heading: ClassVar[str] = "Acceptance and costs"
 
     trace: TraceOption = DEFAULT_TRACE
-    acceptance: AcceptanceOption = None
     latency: LatencyOption = None
-    source: DraftedOption = None
-    always_draft: AlwaysOption = None
-    one_pass: OnePassOption = False
 
     def load(self, **how: Any) -> Recording:
         """Return the recording (`commands.common.drafted.load_recording`, with its options)."""
         from commands.common.drafted import load_recording
 
         given = {**vars(self), **how}
-        del given["always_draft"]  # of a price, see `priced`
+        given.pop("always_draft", None)  # of a price, see `Inputs.priced`
         return load_recording(given.pop("trace"), **given)
+
+
+@dataclass(frozen=True)
+class Inputs(Recorded):
+    """Options for whose drafts are accepted, and what passes cost."""
+
+    acceptance: AcceptanceOption = None
+    source: DraftedOption = None
+    always_draft: AlwaysOption = None
+    one_pass: OnePassOption = False
 
     def priced(self, recording: Recording, largest: int = 1) -> LatencyTable:
         """Return the table that prices batches up to `largest`, with the passes always drafted."""
@@ -206,6 +221,24 @@ class CarriedInputs(BatchInputs):
 
     gpu: GpuOption = None
     weights: WeightsOption = None
+
+
+@dataclass(frozen=True)
+class AskedLoads:
+    """Options for the loads and draft lengths of an answer."""
+
+    heading: ClassVar[str] = "Loads"
+
+    batch: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Concurrencies. Default: those measured.")
+    ] = None
+    context: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Tokens of context. Default: as measured.")
+    ] = None
+    k: Annotated[
+        str | None,
+        typer.Option("--k", metavar="N,...", help="Draft lengths. Default: those measured."),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -188,14 +188,15 @@ def sources(
         typer.Option(
             metavar="S",
             help="Record a drafter on the target's features, eagle:model=DIR (EAGLE, EAGLE-3, "
-            "MTP), or its trees, eagle2:model=DIR; with --exit-layers: also follow a setting, like "
-            "early-exit:tau=0.7; repeatable.",
+            "MTP), or its trees, eagle2:model=DIR; or follow a setting, like early-exit:tau=0.7, "
+            "which implies --exit-layers; repeatable.",
         ),
     ] = None,
     heads_text: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="With --exit-layers: texts to train heads on, as in --prompts."
+            metavar="FILE",
+            help="Texts to train heads on, as in --prompts. Implies --exit-layers.",
         ),
     ] = None,
     force: ForceOption = False,
@@ -206,11 +207,7 @@ def sources(
     and only what it lacks of the sources is added.
     """
     drafters, others = split_drafters(source or [], texts.temperature)
-    if (others or heads_text) and not exit_layers:
-        raise DraftsimError(
-            "--source (but eagle and eagle2:model=DIR) and --heads-text belong to --exit-layers: "
-            "add it"
-        )
+    exit_layers = exit_layers or bool(others) or heads_text is not None
     if not (drafters or exit_layers):
         raise DraftsimError(
             "no source is named: add --exit-layers, or a drafter with --source eagle:model=DIR"
@@ -242,7 +239,7 @@ def decode(
             min=0.0,
             max=1.0,
             help="Calibrate csd's memory on this share of the prompts of each category, and "
-            "decode only the others.",
+            "decode only the others. Without a rule it means --verify csd.",
         ),
     ] = None,
     method: Annotated[
@@ -270,10 +267,12 @@ def decode(
 
     A stopped command goes on where it stopped when it is repeated.
     """
+    if (memory or split is not None) and not (verify or method or papers):
+        verify = "csd"  # the rule that has a memory
     again = recording.jobs(verify, policy, method or [], split, papers)
     if policy and not verify:
         raise DraftsimError("--policy says how to decode under --verify: name a rule")
-    if not again and (memory or split is not None or not run_code):
+    if not (again or run_code):
         raise DraftsimError("no rule is named: add --verify RULE, --method or --papers")
     if memory and split is not None:
         raise DraftsimError("--memory and --split both give the rule a memory: choose one")

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.drafted import load_recording
-from commands.common.options import Inputs, Policies, SourceOption, refuse
+from commands.common.options import (
+    AlwaysOption,
+    Inputs,
+    Policies,
+    Recorded,
+    SourceOption,
+)
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from simulator.phases import Phase
+    from simulator.predict import Compared
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
@@ -48,47 +55,23 @@ class AnySource(Inputs):
     source: SourceOption = None
 
 
-def simulate(
-    inputs: AnySource,
-    policies: Policies,
-    rounds: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Instead of a replay, price the rounds that `profile --verify` recorded: a round "
-            "log, or a run folder or bundled recording for all of its logs.",
-        ),
-    ] = None,
+@dataclass(frozen=True)
+class DecodedInputs(Recorded):
+    """The recording and costs of rounds that were decoded."""
+
+    always_draft: AlwaysOption = None
+
+
+@dataclass(frozen=True)
+class RankedRounds:
+    """Options for the rows of rounds, and where they go."""
+
     by_category: Annotated[
         bool, typer.Option("--by-category", help="Also one row per policy and category of prompts.")
-    ] = False,
-    phase: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=BEGIN..END",
-            help="Also print rows by phase of the answer, between these markers "
-            "(thinking=<think>..</think>). A marker is text or a token's #ID; without BEGIN the "
-            "phase begins with the answer. Repeatable.",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="With --phase: the target's folder, whose tokenizer finds text markers.",
-        ),
-    ] = None,
+    ] = False
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Count prefill in times and speedups.")
-    ] = False,
-    robustness: Annotated[
-        bool,
-        typer.Option(
-            "--robustness",
-            help="Instead, print mean and sd over initial draft lengths 1 to 24 (as far as "
-            "recorded), for policies with a parameter gamma.",
-        ),
-    ] = False,
+    ] = False
     against: Annotated[
         str | None,
         typer.Option(
@@ -96,12 +79,28 @@ def simulate(
             help="Also print every policy's gain over this one (POLICY, or POLICY+RULE where rules "
             "differ); in JSON the default is the best fixed length.",
         ),
-    ] = None,
-    resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000,
-    plots: PlotsOption = None,
-    out: OutOption = None,
-    json: JsonOption = None,
-) -> None:
+    ] = None
+    resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000
+    out: OutOption = None
+    json: JsonOption = None
+
+    def rows(self, compared: Compared, against: str | None) -> list[dict[str, Any]]:
+        """Return the rows of what was compared, with gains over `against`."""
+        with working("pricing their rounds", alone=True) as say:
+            return compared.rows(
+                against=against, resamples=self.resamples, prefill=self.prefill,
+                by_category=self.by_category, progress=partial(say, "pricing their rounds"),
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ranked(RankedRounds):
+    """Options for the rows of a replay, which are drawn, too."""
+
+    plots: PlotsOption = None
+
+
+def replay(ranked: Ranked, inputs: AnySource, policies: Policies) -> None:
     """Predict every policy's speedup from a recorded trace and measured latencies.
 
     Speedups are over no speculation, gains over --against. Two rows are added to every ranking: the
@@ -109,80 +108,170 @@ def simulate(
     one half of the prompts and judged on the other.
 
     A lossy --verify rule changes the text, so its rows are approximate. For exact rows decode under
-    the rule (`profile --verify`) and price those --rounds.
+    the rule (`profile decode`) and price those rounds (`simulate rounds`).
 
     --policy also takes the papers' methods by name, with their own drafts and verification (pld,
     specbound, csd, ...), and POLICY+RULE for any other combination (gammatune+csd). If a policy and
     a method share a name, it is the policy: cm-asd sets draft lengths alone, cm-asd+cm-asd is the
     method. With const: latencies, searching text costs nothing.
     """
+    _replayed(ranked, inputs, policies)
+
+
+def phases(
+    phase: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME=BEGIN..END...",
+            help="A phase and its markers (thinking=<think>..</think>). A marker is text or a "
+            "token's #ID; without BEGIN the phase begins with the answer.",
+        ),
+    ],
+    *,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The target's folder, whose tokenizer finds text markers."
+        ),
+    ] = None,
+    ranked: Ranked,
+    inputs: AnySource,
+    policies: Policies,
+) -> None:
+    """Predict every policy's speedup as `simulate replay` does, and also by phase of the answer.
+
+    The rows by phase are of lossless policies: lossy rules write other texts.
+    """
+    from simulator.phases import Phase
+
+    chosen = [Phase.parse(text) for text in phase]
+    names = [one.name for one in chosen]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise DraftsimError(f"phase {twice}=... is given twice: name each phase once")
+    _replayed(ranked, inputs, policies, chosen, tokenizer)
+
+
+def rounds(
+    rounds: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A round log of `profile decode`, or a run folder or bundled recording for all of "
+            "its logs.",
+        ),
+    ],
+    ranked: RankedRounds,
+    inputs: DecodedInputs,
+) -> None:
+    """Price the rounds that were decoded under lossy rules; rank them by speedup.
+
+    Rows are exact: the rounds are those of the texts that the rules wrote. They have the quality of
+    these texts, too.  Rounds of other prompts have a table of their own.
+    """
     from simulator import predict
-    from simulator.phases import Phase, phase_rows
-    from simulator.summary import price_all
-    from simulator.whatif.ranking import Ranking, lossless
+    from simulator.whatif.ranking import Ranking
     from traces.replay.calls import drafting_always
+    from traces.store.outputs import find_runs, read_run
+    from traces.store.recordings import folder_of
+
+    if not rounds.exists():
+        rounds = folder_of(rounds) or rounds
+    logs, table, recorded = recorded_rounds(rounds, inputs.latency, inputs.trace)
+    if inputs.always_draft and (other := [log for log in logs if log.calls is not None]):
+        raise DraftsimError(
+            f"--always-draft is for a draft model, and {other[0].source} drafted rounds in "
+            f"{rounds}: drop it"
+        )
+    table = drafting_always(table, inputs.always_draft)
+    runs = [read_run(file) for file in find_runs(rounds)]
+    found: list[list[dict[str, Any]]] = []
+    groups, against = predict.same_requests(logs), ranked.against
+    rivals = [_in_rounds(against, group) for group in groups]
+    if against is not None and not any(rivals):
+        raise DraftsimError(
+            f"--against {against}: not among the rounds in {rounds}: name some as POLICY or "
+            f"POLICY+RULE, such as {logs[0].policy}+{logs[0].verify}"
+        )
+    for group, rival in zip(groups, rivals, strict=True):
+        rows = ranked.rows(predict.Compared(recorded, Ranking([]), group, table), rival)
+        rows = predict.with_quality(rows, runs, predict.decoded_part(recorded, group[0]))
+        found.append(rows)
+    if len(found) > 1:
+        # Rows of other prompts are not comparable, and two sets may be of one size.
+        for i, (rows, group) in enumerate(zip(found, groups, strict=True), 1):
+            of = f"{len(group[0].requests)} prompts (set {i} of {len(groups)})"
+            found[i - 1] = [{**row, "prompts": of} for row in rows]
+        sets = f"{len(groups)} sets of prompts"
+        remark(f"{rounds} holds rounds of {sets}: each has its own table")
+    every = [row for rows in found for row in rows]
+    _emit(every, ranked, of=rounds.name)
+    if any(log.mismatched is not None for log in logs):
+        say_unjudged(table)
+
+
+def robustness(
+    inputs: Inputs,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            metavar="P",
+            help="name[:key=value,...] or FILE.py:Class[:...], with a parameter gamma; repeatable. "
+            "Default: fixed, hf-heuristic, confidence, gammatune and gammatune-plus.",
+        ),
+    ] = None,
+    out: OutOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compare policies over initial draft lengths 1 to 24, as far as recorded: mean and sd.
+
+    The initial draft length is a policy's parameter gamma. Speedups are over the mean speedup of
+    fixed, and verification is lossless.
+    """
+    from simulator.predict import split_asked
+    from simulator.robustness import families_of, speedup_by_gamma
+    from simulator.robustness import robustness as spread_of
+    from simulator.unmeasured import free_hosts, said_free
+
+    recording = inputs.load()
+    table = inputs.priced(recording)
+    say_disturbed(table)
+    asked = split_asked(policy)
+    if other := [*asked.systems, *asked.ruled]:
+        raise DraftsimError(
+            f"--policy {other[0]} has a source or a rule of its own, and initial draft lengths are "
+            "compared for length policies: name the policy alone"
+        )
+    made, gammas, said = families_of(recording.trace, policy)
+    spread = spread_of(speedup_by_gamma(recording.trace, made, table, gammas))
+    title = f"{recording.said}: speedup over initial draft lengths"
+    if json is None:
+        best = max(spread.to_dict("records"), key=lambda row: float(row["mean"]))
+        note(
+            f"{recording.said}: on average over initial draft lengths {best['policy']} is fastest, "
+            f"{best['mean']:.3g} times fixed"
+        )
+    emit(
+        "simulate", spread, json, out=out, tables=lambda: [Shown(spread.to_dict("records"), title)]
+    )
+    begun = [make(gammas[0]) for make in made.values()]
+    for line in [*said, *said_free(free_hosts([table], begun))]:
+        note(line)
+
+
+def _replayed(
+    ranked: Ranked, inputs: AnySource, policies: Policies, phases: Sequence[Phase] = (),
+    tokenizer: Path | None = None,
+) -> None:  # fmt: skip
+    """Print or write the policies ranked on a recording, and rows of `phases`, if any are named."""
+    from simulator import predict
+    from simulator.phases import phase_rows
+    from simulator.summary import price_all
+    from simulator.whatif.ranking import lossless
     from traces.sources.replay import runs_layers
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
 
-    phases = [Phase.parse(text) for text in phase or ()]
-    names = [one.name for one in phases]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise DraftsimError(f"--phase {twice}=... is given twice: name each phase once")
-    if phases and (rounds is not None or robustness):
-        raise DraftsimError("--phase needs a replay: drop --rounds and --robustness")
-    if tokenizer is not None and not phases:
-        raise DraftsimError("--tokenizer needs --phase: name a phase, or drop it")
-
-    def priced(compared: predict.Compared, against: str | None) -> list[dict[str, Any]]:
-        with working("pricing their rounds", alone=True) as say:
-            return compared.rows(
-                against=against, resamples=resamples, prefill=prefill, by_category=by_category,
-                progress=partial(say, "pricing their rounds"),
-            )  # fmt: skip
-
-    if rounds is not None:
-        unused = {
-            "--policy": policies.policy, "--verify": policies.verify, "--memory": policies.memory,
-            "--source": inputs.source, "--acceptance": inputs.acceptance,
-            "--one-pass": inputs.one_pass or None, "--robustness": robustness or None,
-            "--plots": plots,
-        }  # fmt: skip
-        refuse(unused, "--rounds prices rounds that were decoded")
-        if not rounds.exists():
-            rounds = folder_of(rounds) or rounds
-        logs, table, recorded = recorded_rounds(rounds, inputs.latency, inputs.trace)
-        if inputs.always_draft and (other := [log for log in logs if log.calls is not None]):
-            raise DraftsimError(
-                f"--always-draft is for a draft model, and {other[0].source} drafted rounds in "
-                f"{rounds}: drop it"
-            )
-        table = drafting_always(table, inputs.always_draft)
-        runs = [read_run(file) for file in find_runs(rounds)]
-        found: list[list[dict[str, Any]]] = []
-        groups = predict.same_requests(logs)
-        rivals = [_in_rounds(against, group) for group in groups]
-        if against is not None and not any(rivals):
-            raise DraftsimError(
-                f"--against {against}: not among the rounds in {rounds}: name some as POLICY or "
-                f"POLICY+RULE, such as {logs[0].policy}+{logs[0].verify}"
-            )
-        for group, rival in zip(groups, rivals, strict=True):
-            rows = priced(predict.Compared(recorded, Ranking([]), group, table), rival)
-            rows = predict.with_quality(rows, runs, predict.decoded_part(recorded, group[0]))
-            found.append(rows)
-        if len(found) > 1:
-            # Rows of other prompts are not comparable, and two sets may be of one size.
-            for i, (rows, group) in enumerate(zip(found, groups, strict=True), 1):
-                of = f"{len(group[0].requests)} prompts (set {i} of {len(groups)})"
-                found[i - 1] = [{**row, "prompts": of} for row in rows]
-            sets = f"{len(groups)} sets of prompts"
-            remark(f"{rounds} holds rounds of {sets}: each has its own table")
-        every = [row for rows in found for row in rows]
-        _emit(every, json, out, of=rounds.name, gains=against is not None)
-        if any(log.mismatched is not None for log in logs):
-            say_unjudged(table)
-        return
     recording = inputs.load(one_stream=inputs.acceptance is None)
     recorded = recording.trace
     table = inputs.priced(recording)
@@ -192,17 +281,8 @@ def simulate(
     by_name = bool(policy) and "all" not in (policy or ())
     # Read before anything is replayed, so that a wrong marker is told at once.
     found_phases = phases_in(recorded, phases, tokenizer) if phases else None
-    if recording.stream is not None and (plots is not None or robustness):
-        raise DraftsimError("--plots and --robustness need the draft model: drop --source")
-    if robustness:
-        shown = {
-            "--prefill": prefill or None, "--against": against, "--plots": plots,
-            "--by-category": by_category or None,
-        }  # fmt: skip
-        refuse(shown, "--robustness prints mean and sd alone")
-        _robustness(recorded, table, policies, [*asked.systems, *asked.ruled], json, out,
-                    recording.said)  # fmt: skip
-        return
+    if recording.stream is not None and ranked.plots is not None:
+        raise DraftsimError("--plots compares policies with the draft model: drop --source")
     rule = recording.rule(policies.verify, None if asked.remembers else memory)
     with working("replaying policies", alone=True) as say:
         compared = predict.compare(
@@ -210,18 +290,16 @@ def simulate(
             say=remark, progress=partial(say, "replaying policies"),
         )  # fmt: skip
     table, more = compared.latency, compared.more
-    rows = priced(compared, against)
+    rows = ranked.rows(compared, ranked.against)
     by_phase = None
     if found_phases is not None:  # lossy rules write other texts
         own_texts = price_all([log for log in compared.logs if lossless(log.verify)], table)
-        by_phase = phase_rows(own_texts, recorded, phases, found_phases, resamples)
+        by_phase = phase_rows(own_texts, recorded, phases, found_phases, ranked.resamples)
     if recording.stream is None:
         folder = None if recording.observed else folder_of(inputs.trace)
         runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
         rows = predict.with_quality(rows, runs, recorded)
-    _emit(
-        rows, json, out, by_name, recording.said, by_phase, gains=against is not None
-    )  # fmt: skip
+    _emit(rows, ranked, by_name, recording.said, by_phase)
     if recording.stream is not None:
         return
     if recording.said_depths and any(runs_layers(log) for log in more):
@@ -229,7 +307,7 @@ def simulate(
     say_memory(compared.logs)
     if any(log.mismatched is not None for log in compared.logs):
         say_unjudged(table)
-    if plots is not None:
+    if ranked.plots is not None:
         from simulator.plots.recording import save_all
 
         if not compared.ranking.logs:
@@ -237,44 +315,13 @@ def simulate(
         # Lossy ones are drawn where they were asked for.
         own = {log.policy for log in more} if by_name else {*asked.ruled}
         paths, left_out = save_all(
-            recorded, table, compared.ranking.logs, plots, texts=policy, title=recording.said,
-            resamples=resamples, prefill=prefill,
+            recorded, table, compared.ranking.logs, ranked.plots, texts=policy,
+            title=recording.said, resamples=ranked.resamples, prefill=ranked.prefill,
             systems=[log for log in more if lossless(log.verify) or log.policy in own],
         )  # fmt: skip
         say_drawn(paths)
         for line in left_out:
             note(line)
-
-
-def _robustness(
-    trace: Trace, table: LatencyTable, policies: Policies, other: Sequence[str], json: str | None,
-    out: Path | None, of: str,
-) -> None:  # fmt: skip
-    """Print mean and sd over initial draft lengths; `other` are methods, which are refused."""
-    from simulator.robustness import families_of, robustness, speedup_by_gamma
-    from simulator.unmeasured import free_hosts, said_free
-
-    if other or policies.verify is not None:
-        what = f"--policy {other[0]}" if other else "--verify"
-        raise DraftsimError(
-            f"--robustness compares length policies with lossless verification: drop {what}, or "
-            "name the policy alone"
-        )
-    made, gammas, said = families_of(trace, policies.policy)
-    spread = robustness(speedup_by_gamma(trace, made, table, gammas))
-    title = f"{of}: speedup over initial draft lengths"
-    if json is None:
-        best = max(spread.to_dict("records"), key=lambda row: float(row["mean"]))
-        note(
-            f"{of}: on average over initial draft lengths {best['policy']} is fastest, "
-            f"{best['mean']:.3g} times fixed"
-        )
-    emit(
-        "simulate", spread, json, out=out, tables=lambda: [Shown(spread.to_dict("records"), title)]
-    )
-    begun = [make(gammas[0]) for make in made.values()]
-    for line in [*said, *said_free(free_hosts([table], begun))]:
-        note(line)
 
 
 def _in_rounds(against: str | None, logs: Sequence[RoundLog]) -> str | None:
@@ -301,7 +348,7 @@ def recorded_rounds(
     files = find_runs(path)
     if not files:
         raise DraftsimError(
-            f"{path} holds no recorded rounds: record some with `draftsim profile --verify`"
+            f"{path} holds no recorded rounds: record some with `draftsim profile decode`"
         )
     near = (path, path.parent, path.parent.parent)
     own = next((f for f in near if f.is_dir() and (f / "latency.parquet").is_file()), None)
@@ -310,7 +357,9 @@ def recorded_rounds(
     if own is not None and any((own / name).is_file() for name in ("trace.parquet", SAMPLED)):
         named = folder_of(trace) or Path(trace)
         if given_name(trace) is not None and named.resolve() != own.resolve():
-            raise DraftsimError(f"--rounds lie in {own} with their own trace: drop --trace {trace}")
+            raise DraftsimError(
+                f"the rounds lie in {own} with their own trace: drop --trace {trace}"
+            )
         trace = str(own)
     elif own is not None and latency is None:
         latency = str(own)
@@ -325,18 +374,18 @@ def recorded_rounds(
 
 
 def _emit(
-    rows: list[dict[str, Any]], json: str | None, out: Path | None,
-    by_name: bool = False, of: str = "", by_phase: Sequence[dict[str, Any]] | None = None,
-    gains: bool = False,
+    rows: list[dict[str, Any]], ranked: RankedRounds, by_name: bool = False, of: str = "",
+    by_phase: Sequence[dict[str, Any]] | None = None,
 ) -> None:  # fmt: skip
     """Print or write the rows, and say what was read outside the measured cells, or not at all.
 
     ``by_name``: the policies were named one by one.  ``of``: the recording, its models and device.
-    ``by_phase``: rows by phase, if any were named.  ``gains``: print gains over another row, too.
+    ``by_phase``: rows by phase, if any were named.
     """
     from commands.simulate.table import BY_PHASE, headline, over_all, print_ranked, ranked_tables
     from simulator.unmeasured import said_free, said_outside
 
+    gains = ranked.against is not None
     more: dict[str, Any] = {"headline": headline(over_all(rows), of)}
     if by_phase:
         more["phases"] = list(by_phase)
@@ -348,7 +397,7 @@ def _emit(
             print_table(drafting, BY_PHASE, "by phase of the answer")
 
     emit(
-        "simulate", rows, json, more=more, out=out,
+        "simulate", rows, ranked.json, more=more, out=ranked.out,
         printed=printed, tables=lambda: ranked_tables(rows, by_name, gains, of),
     )  # fmt: skip
     for line in said_outside(over_all(rows)):
@@ -369,9 +418,7 @@ def phases_in(
     found = phases_of(trace, phases, token_text(tokenizer, trace))
     absent = [phase.name for i, phase in enumerate(phases, 1) if not (found == i).any()]
     if len(absent) == len(phases):
-        raise DraftsimError(
-            f"--phase: none of {', '.join(absent)} occurs in the outputs: check the markers"
-        )
+        raise DraftsimError(f"none of {', '.join(absent)} occurs in the outputs: check the markers")
     for name in absent:
         note(f"phase {name} occurs in no output")
     return found

@@ -165,9 +165,9 @@ def lossy(
             "methods with a draft source of their own are verified exactly: name other policies, "
             "or run them with `draftsim validate sources`"
         )
-    if rule is None:
-        raise DraftsimError("no rule is named: add --verify RULE, csd where --memory is given")
-    kind = partial(LossyRuns, verify=rule, memory=memory, sampled=sampled)
+    if rule is None and memory is None:
+        raise DraftsimError("no rule is named: add --verify RULE, or --memory FILE")
+    kind = partial(LossyRuns, verify=rule or "csd", memory=memory, sampled=sampled)
     check(asked, kind, policies)
 
 

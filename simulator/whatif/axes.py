@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import product
 
 import numpy as np
 
 from policies.from_file import is_file, load_file, split_name
 from policies.registry import POLICIES
-from policies.spec import parameters, split_items
+from policies.spec import assignments, parameters, split_items
 from traces.errors import DraftsimError
 
 MOST_POINTS = 100_000
@@ -54,12 +54,29 @@ def parse_axis(
     return tuple(dict.fromkeys(points))
 
 
+def axis_settings(
+    text: str | None, name: str, keys: Collection[str]
+) -> tuple[str | None, dict[str, str]]:
+    """Return the text of an axis, and the values of `keys` that follow it.
+
+    Raises DraftsimError for other keys.
+
+    >>> axis_settings("0.5:0.9:5,tilt=iid", "alpha", ["tilt"])
+    ('0.5:0.9:5', {'tilt': 'iid'})
+    """
+    items = split_items(text or "")
+    points = [item for item in items if "=" not in item]
+    given = ",".join(item for item in items if "=" in item)
+    found = assignments(given, f"--{name} {text}", keys, "setting")
+    return text if not found else ",".join(points), found
+
+
 def _points(part: str, text: str, name: str, whole: bool) -> list[float]:
     form = f"expected a:b:N, a:b:Nlog, a..b or a,b,c (--{name} {text!r})"
     if steps := _STEPS.match(part):
         return [float(v) for v in _stepped(steps, part)]
     if span := _RANGE.match(part):
-        begin, end = (_number(v, form) for v in span.group(1, 2))
+        begin, end = (number(v, form) for v in span.group(1, 2))
         count = int(span.group(3))
         if not 1 <= count <= MOST_POINTS:
             raise DraftsimError(f"{part!r} asks for {count} points, expected 1 to {MOST_POINTS}")
@@ -71,7 +88,7 @@ def _points(part: str, text: str, name: str, whole: bool) -> list[float]:
             values = np.linspace(begin, end, count)
         values = np.round(values) if whole else np.array([float(f"{v:.10g}") for v in values])
         return [float(v) for v in values]
-    value = _number(part, form)
+    value = number(part, form)
     if whole and value != int(value):
         raise DraftsimError(f"--{name} {text}: {part} is no whole number")
     return [value]
@@ -111,16 +128,15 @@ def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
     name, given = split_name(text)
     fixed: list[str] = []
     space: dict[str, list[str]] = {}
-    for part in split_items(given):
-        key, _, value = part.partition("=")
+    for key, value in assignments(given, f"policy {text!r}").items():
         if braces := _BRACES.fullmatch(value):
             space[key] = _alternatives(braces.group(1), text)
-        elif "{" in part:
+        elif "{" in value:
             raise DraftsimError(
                 f"policy {text!r}: braces give the values of a parameter, as in gamma={{1..8}}"
             )
         else:
-            fixed.append(part)
+            fixed.append(f"{key}={value}")
     return name + (":" + ",".join(fixed) if fixed else ""), space
 
 
@@ -138,8 +154,7 @@ def with_gammas(texts: Sequence[str], gammas: Sequence[int]) -> list[str]:
                 takes = parameters(type(load_file(name).policy))
             except ValueError as error:
                 raise DraftsimError(str(error)) from None
-        given = {item.partition("=")[0].strip() for item in rest.split(",")}
-        if "gamma" not in takes or "gamma" in given:
+        if "gamma" not in takes or "gamma" in assignments(rest, f"policy {text!r}"):
             found.append(text)
         else:
             found += [f"{text}{',' if rest else ':'}gamma={g}" for g in gammas]
@@ -168,7 +183,8 @@ def _stepped(match: re.Match[str], text: str) -> list[int]:
     return list(range(begin, end + 1, step))
 
 
-def _number(text: str, form: str) -> float:
+def number(text: str, form: str) -> float:
+    """Return the finite number that `text` is; DraftsimError, which ends with `form`, if none."""
     try:
         value = float(text)
     except ValueError:

@@ -329,7 +329,7 @@ class Prices:
             if not 0 <= c < np.inf:
                 raise DraftsimError(f"cost ratio c is {c}, expected a finite number >= 0")
         if not 0 < self.verify < np.inf:
-            raise DraftsimError(f"--verify-ratio is {self.verify}, expected > 0 target passes")
+            raise DraftsimError(f"verify is {self.verify}, expected > 0 target passes (of --c)")
         if self.verify != 1 and not len(self.ratios):
             raise DraftsimError("no --c is given: drop --verify-ratio")
         if not len(self.contexts):

@@ -100,7 +100,7 @@ class Sweep:
         if not policies:
             raise DraftsimError("no policy to sweep over: name at least one")
         if method not in (*METHODS, "iid"):
-            raise DraftsimError(f"method is {method!r}, expected {', '.join(METHODS)} or iid")
+            raise DraftsimError(f"tilt is {method!r}, expected {', '.join(METHODS)} or iid")
         if not batches or min(batches) < 1:
             raise DraftsimError(f"batches are {list(batches)}, expected at least 1 each")
         if resamples < 0:

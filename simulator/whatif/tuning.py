@@ -11,7 +11,7 @@ import numpy as np
 from policies.core import DraftPolicy
 from policies.from_file import split_name
 from policies.registry import describe
-from policies.spec import as_text, split_items
+from policies.spec import as_text, assignments
 from simulator.chosen import load_policies
 from simulator.pricing import autoregressive, price
 from simulator.summary import price_all, summarize_runs, to_rows
@@ -116,7 +116,7 @@ def tuned_rows(
 def _named(policy: DraftPolicy, space: Mapping[str, Sequence[Any]]) -> str:
     """Return the text form of `policy` with its values of `space`, also where they are defaults."""
     name, given = split_name(describe(policy))
-    known = {part.partition("=")[0] for part in split_items(given)}
+    known = assignments(given, f"policy {name!r}")
     inner = getattr(policy, "policy", policy)
     values = [
         f"{key}={as_text(getattr(inner, key))}"

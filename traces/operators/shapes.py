@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from policies.spec import assignments
 from traces.errors import DraftsimError, nearest
 from traces.operators.devices import DATA
 
@@ -146,7 +147,7 @@ def find_architecture(name: str) -> Architecture:
     16
     """
     base, colon, changes = name.partition(":")
-    if colon:
+    if colon and changes.strip():
         return _changed(find_architecture(base), changes)
     text = name.strip().lower().rpartition("/")[2].removeprefix("meta-")
     while text not in ARCHITECTURES:
@@ -169,18 +170,11 @@ def _changed(model: Architecture, changes: str) -> Architecture:
     name = f"{model.name}:{changes}"
     own = {f.name: type(getattr(model, f.name)) for f in fields(model)[2:]}
     values: dict[str, Any] = {}
-    for part in changes.split(","):
-        field, equals, value = (text.strip() for text in part.partition("="))
-        if not equals or field not in own:
-            raise DraftsimError(
-                f"{name}: {part!r} is no size of a model: expected FIELD=VALUE of {', '.join(own)}"
-            )
+    for field, value in assignments(changes, name, own, "size").items():
         try:
             values[field] = float(value) if own[field] is float else own[field](int(value))
         except ValueError:
-            raise DraftsimError(
-                f"{model.name}:{changes}: {field} is {value!r}, no number"
-            ) from None
+            raise DraftsimError(f"{name}: {field} is {value!r}, no number") from None
     found = replace(model, name=name, hub=f"{model.hub}:{changes}", **values)
     least = {"experts": 0, "experts_per_token": 0, "tied": 0, "gated": 0, "qk_norm": 0}
     for field, value in values.items():

@@ -39,7 +39,7 @@ SCHEMA = 1
 FOLDER = "rounds"
 DIGEST = "sha256"
 """Field of the outputs that holds the checksum of the others; older files have none."""
-REMEDY = "record the run again with `draftsim profile --verify`"
+REMEDY = "record the run again with `draftsim profile decode --verify`"
 
 NEAR = 4.0
 """Units in the last place within which two logits count as tied."""

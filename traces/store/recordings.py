@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from policies.spec import assignments
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, FileError, nearest
@@ -188,14 +189,7 @@ def parse_latency(text: str) -> LatencyTable:
         raise DraftsimError(f"latency {text!r} does not begin with 'const:': {form}")
     allowed = ["target", "draft", "verify", *OF_THE_TARGET]
     given: dict[str, float] = {}
-    for part in body.split(","):
-        name, equals, value = (s.strip() for s in part.partition("="))
-        if not equals:
-            raise DraftsimError(f"latency {text!r} has the part {part!r}: {form}")
-        if name not in allowed:
-            raise DraftsimError(f"latency {text!r} names {name!r}{nearest(name, allowed)}: {form}")
-        if name in given:
-            raise DraftsimError(f"latency {text!r} gives {name!r} twice: {form}")
+    for name, value in assignments(body, f"latency {text!r}", allowed, "time").items():
         given[name] = decimal(value)
         if math.isnan(given[name]):
             raise DraftsimError(f"latency {text!r} gives {name}={value!r}, no number: {form}")
