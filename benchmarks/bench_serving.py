@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import simpy
 
-from policies.batch.base import BatchPolicy
+from policies.batch.base import Policy
 from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
@@ -56,7 +56,7 @@ def recorded_like_trace() -> Trace:
     return synthetic_trace(0.7, requests=100, tokens=256, seed=1, concentration=2.0)
 
 
-CASES: dict[str, tuple[DraftPolicy | BatchPolicy, Scenario]] = {
+CASES: dict[str, tuple[Policy, Scenario]] = {
     "plain, batch 32": (
         Autoregressive(), Scenario(ClosedLoop(32), Limits(32), requests=800),
     ),
@@ -101,9 +101,7 @@ def test_serving_speed(benchmark, case):
     benchmark.extra_info["tokens_per_s"] = run.recorder.tokens / benchmark.stats["min"]
 
 
-def measured(
-    trace: Trace, latency: LatencyTable, policy: DraftPolicy | BatchPolicy, scenario: Scenario
-) -> str:
+def measured(trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario) -> str:
     """Return speed of the best of three runs, in processor time: others may want the machine
     too.
     """

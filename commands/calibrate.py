@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
     from simulator.aggregate.server import ServerFit, ServerRun, Target
 
-Engine = Literal["vllm", "sglang", "tensorrt-llm", "llamacpp", "hf"]
+ServerEngine = Literal["vllm", "sglang", "tensorrt-llm", "llamacpp", "hf"]
 ExpertsOption = Annotated[
     str | None,
     typer.Option(
@@ -70,7 +70,7 @@ def calibrate(
         ),
     ] = None,
     engine: Annotated[
-        Engine | None,
+        ServerEngine | None,
         typer.Option(help="Only llamacpp has an effect: it assumes kernels for quantised weights."),
     ] = None,
     experts: ExpertsOption = None,
@@ -291,7 +291,7 @@ def shown(rows: Sequence[PredictedSpeed], title: str = BEST, *more: str) -> Show
 
 
 def recommend(
-    engine: Annotated[Engine, typer.Option(help="Engine of the server.")] = "vllm",
+    engine: Annotated[ServerEngine, typer.Option(help="Engine of the server.")] = "vllm",
     bench: Annotated[
         list[str] | None,
         typer.Option(
@@ -418,10 +418,10 @@ def recommend(
         )
     note(suggestion.said)
     if out is not None:
-        from simulator.tune.settings import laid_out
+        from simulator.tune.settings import json_lines
         from traces.store.writing import write_atomically
 
-        write_atomically(out, f"{laid_out(document)}\n".encode())
+        write_atomically(out, f"{json_lines(document)}\n".encode())
         note(f"wrote {out}")
     note(line, whole=True)
 

@@ -22,7 +22,8 @@ from typing import Any, Protocol, Self, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from traces.errors import DraftsimError, missing
+from traces.aliases import Count, silent
+from traces.errors import DraftsimError, missing_packages
 
 Part = TypeVar("Part")
 Part_contra = TypeVar("Part_contra", contravariant=True)
@@ -121,7 +122,7 @@ class Cluster:
         try:
             import distributed
         except ImportError:
-            raise missing(["dask", "distributed"], "--cluster") from None
+            raise missing_packages(["dask", "distributed"], "--cluster") from None
         dask: Any = distributed  # untyped
         try:
             self._client = dask.Client(self.address, timeout=self.timeout_s, set_as_default=False)
@@ -206,7 +207,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-Parts = Sequence[Callable[[], Any]]
+PartCalls = Sequence[Callable[[], Any]]
 
 MOST = 8
 """Processes of an answer: each takes some milliseconds to fork."""
@@ -224,7 +225,7 @@ def results_of(
     parts: Sequence[Callable[[], Result]],
     tokens: int,
     shared: Sequence[object] = (),
-    progress: Callable[[int, int], None] = lambda *_: None,
+    progress: Count = silent,
 ) -> list[Result]:
     """Return the results of `parts`, in their order.
 
@@ -301,7 +302,9 @@ def _may_fork() -> bool:
     return threading.active_count() == 1 and parent_process() is None
 
 
-def _help(owner: int, parts: Parts, queue: int, file: io.FileIO, shared: Sequence[object]) -> None:
+def _help(
+    owner: int, parts: PartCalls, queue: int, file: io.FileIO, shared: Sequence[object]
+) -> None:
     """Take parts until none is left, and write their places and results to `file`."""
     # It ends without a word: the process that it belongs to has the last one.
     for number in SIGNALS:
@@ -316,7 +319,7 @@ def _help(owner: int, parts: Parts, queue: int, file: io.FileIO, shared: Sequenc
             file.write(packed.getbuffer())
 
 
-def _taken(parts: Parts, queue: int) -> Iterator[tuple[int, Any]]:
+def _taken(parts: PartCalls, queue: int) -> Iterator[tuple[int, Any]]:
     """Yield (place, result) of parts that no other process took and that need no repetition."""
     # The place in the file is one for all processes: who reads a number has it alone.
     while number := os.read(queue, NUMBER):

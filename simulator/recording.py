@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from policies.rules.base import VerifyRule
-from simulator.chosen import Say, Text, load_rule, one_rule, silent
+from simulator.chosen import Text, load_rule, one_rule
 from traces.acceptance.survival import impute
 from traces.acceptance.synthetic import OUTPUT, trace_by_position
 from traces.acceptance.trace import UNKNOWN, Trace
+from traces.aliases import Say, silent
 from traces.digits import counted
 from traces.errors import DraftsimError, FileError
 from traces.latency.graphs import CUDAGraphs
@@ -24,7 +25,7 @@ from traces.sources.base import Source
 from traces.sources.found import engine_source, find_recordings, own_source
 from traces.sources.recording import Recordings
 from traces.sources.registry import DRAFT_MODEL, parse_source
-from traces.sources.replay import check_rule, check_same_layers
+from traces.sources.replay import check_same_layers, rule_of_source
 from traces.store.identity import (
     ROLES,
     engine_head,
@@ -44,7 +45,7 @@ FEWEST, REQUESTS = 20, 200
 COMMON_LENGTH = 8
 """Tokens that policies commonly draft up to."""
 Tables = Mapping[str, LatencyTable]
-Models = Mapping[str, Mapping[str, Any]]
+ModelSizes = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class Recording:
     """The outputs with the drafts that are replayed."""
     tables: Tables
     """Latencies by name, as they were measured."""
-    models: Models
+    models: ModelSizes
     """Names, sizes and fingerprints of the target and the draft model, by role."""
     label: str
     """Target, drafter, engine and device, in a few words; empty where none is known."""
@@ -156,7 +157,7 @@ class Recording:
         """
         rule = load_rule(verify, memory)
         if (source := self.stream or self.source) is not None:
-            check_rule(rule, source, self.outputs)
+            rule_of_source(rule, source, self.outputs)
         return rule
 
     def alike(
@@ -417,7 +418,7 @@ def load_recording(
     if chosen is not None:
         recordings = chosen.completed(outputs, recordings)
     if observed:
-        models: Models = {"target": model_in(outputs.meta, "target"), "draft": {}}
+        models: ModelSizes = {"target": model_in(outputs.meta, "target"), "draft": {}}
     else:
         models = models_of(name, outputs)
     if given:
@@ -538,7 +539,7 @@ def _latencies_of(label: str) -> str:
 
 
 def check_models(
-    name: str, known: Models, tables: Tables, drafter: Source | None,
+    name: str, known: ModelSizes, tables: Tables, drafter: Source | None,
     option: str | None, say: Say,
 ) -> None:  # fmt: skip
     """Refuse latencies of other models than a recording that the user did not name.
@@ -620,7 +621,7 @@ def is_drawn(trace: Trace) -> bool:
     return trace.meta.get("kind") == "synthetic"
 
 
-def _label(models: Models, tables: Tables, drafter: str, drawn: bool) -> str:
+def _label(models: ModelSizes, tables: Tables, drafter: str, drawn: bool) -> str:
     """Return target, drafter, engine and device in a few words; `drawn`: the trace is synthetic."""
     found = [(dict(table.meta), device_of(table)) for table in tables.values()]
     measured, device = found[0] if len(found) == 1 else ({}, "")

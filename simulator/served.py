@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from simulator.engines import figures_of, priced, row_of, with_profile_errors, with_speedups
+from simulator.engines import figures_of, priced, row_of_load, with_profile_errors, with_speedups
 from simulator.pricing import host_at
 from simulator.serving.arrivals import Arrivals
 from simulator.serving.cost import EngineCost
@@ -127,7 +127,7 @@ def served_rows(
     for load, scenario in scenarios.items():
         for text, policy in chosen.items():
             found = own_runs[load, text]
-            old.append(row_of(found, served, trace, policy, scenario))
+            old.append(row_of_load(found, served, trace, policy, scenario))
             rows.append(
                 _row(found, measured[load, text], now, table, trace, policy, scenario, slower)
             )
@@ -138,7 +138,7 @@ def _row(
     own_runs: PolicyRuns, runs: Sequence[ServedRun], latency: LatencyTable, table: LatencyTable,
     trace: Trace, policy: Any, scenario: Scenario, slower: Slowdown,
 ) -> dict[str, Any]:  # fmt: skip
-    row = row_of(own_runs, table, trace, policy, scenario)
+    row = row_of_load(own_runs, table, trace, policy, scenario)
     bare = simulate(trace, latency, policy, scenario, name=own_runs.text)
     alone = figures_of(own_runs.kept(bare.requests))
     alone["throughput"] = figures_of(bare.requests)["throughput"]

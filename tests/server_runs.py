@@ -17,7 +17,7 @@ import pandas as pd
 
 from commands.engine.check import runnable
 from commands.engine.options import named_loads
-from commands.validate.engine import compare_served
+from commands.validate.engine import compare_over_http
 from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
 from simulator.engines import Workload
@@ -68,7 +68,7 @@ def main(folder: Path) -> list[dict[str, Any]]:
     chosen = runnable(POLICIES, TRACE, LONGEST)
     loads = named_loads("closed:1,3", "20")
     work = Workload(TRACE, chosen, loads, len(TRACE.requests))
-    return compare_served(vllm, options, made_up(model), work, folder)
+    return compare_over_http(vllm, options, made_up(model), work, folder)
 
 
 if __name__ == "__main__":

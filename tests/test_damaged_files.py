@@ -57,7 +57,7 @@ from traces.sources.registry import parse_source
 from traces.sources.replay import replay_source
 from traces.store.engine_runs import MEASURED_COLUMNS, MeasuredRuns, write_measured
 from traces.store.files import read_rounds, write_latency, write_rounds, write_trace
-from traces.store.outputs import DIGEST, digest_of
+from traces.store.outputs import DIGEST, digest_of_document
 from traces.store.parquet import HEADER_KEY, write_file
 from traces.store.recordings import trace_folder
 
@@ -501,7 +501,7 @@ def in_json(rng: random.Random, content: bytes, sealed: bool) -> Damaged:
     what, changed, told = in_document(rng, json.loads(content))
     if sealed and rng.random() < 0.5 and isinstance(changed, dict) and DIGEST in changed:
         with suppress(TypeError):  # `Raw` is no JSON
-            changed[DIGEST] = digest_of(json.loads(json.dumps(changed)))
+            changed[DIGEST] = digest_of_document(json.loads(json.dumps(changed)))
             return Damaged(f"{what}, sealed", dumped(changed).encode(), told)
     # Older files have no checksum.
     return Damaged(what, dumped(changed).encode(), told or (sealed and DIGEST not in what))

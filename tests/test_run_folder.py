@@ -13,7 +13,15 @@ import pytest
 
 from commands.validate import flow, spot_check
 from profiler.prompts import TEXTS, read_prompts
-from profiler.recording.run import BUNDLED, LOCK, NAME, RunInfo, claimed, only_writer, read_run
+from profiler.recording.run import (
+    BUNDLED,
+    LOCK,
+    NAME,
+    RunInfo,
+    claimed,
+    only_writer_of_run,
+    read_run,
+)
 from tests.conftest import SMALL_PROFILE, Run
 from tests.forked import forked
 from traces.acceptance.trace import Trace
@@ -293,24 +301,24 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
     folder, said = tmp_path / "run", tmp_path / "said"
 
     def second() -> None:
-        with pytest.raises(DraftsimError) as refused, only_writer(folder):
+        with pytest.raises(DraftsimError) as refused, only_writer_of_run(folder):
             pass
         said.write_text(str(refused.value))
 
-    with only_writer(folder):
+    with only_writer_of_run(folder):
         assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
         with forked(second):
             pass
         assert f"is being written by process {os.getpid()} on " in said.read_text()
     assert not folder.exists()
-    with only_writer(folder):
+    with only_writer_of_run(folder):
         pass
 
 
 def test_a_lock_left_behind_holds_nobody_up(tmp_path: Path) -> None:
     # The system has released the lock of a process that was killed; its file is all that is left.
     (tmp_path / LOCK).write_text(json.dumps({"pid": 1, "host": "elsewhere", "since": "long ago"}))
-    with only_writer(tmp_path):
+    with only_writer_of_run(tmp_path):
         pass
 
 

@@ -68,7 +68,7 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     from profiler.models.loading import IGNORED
     from profiler.profile import (
         encoded_prompts,
-        fitted,
+        fitted_grid,
         held_grid,
         latency_options,
         profile_latency,
@@ -87,7 +87,7 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     sizes, grid = (max(lengths), settings.max_new_tokens), settings.grid.beginning(min(lengths))
     cut = grid.covering(*sizes, recording.max_context or 0)
     asked = cut if wide else cut.narrow()
-    settings = replace(settings, grid=fitted(pair, asked))
+    settings = replace(settings, grid=fitted_grid(pair, asked))
 
     def is_kept(name: str, *options: dict[str, Any]) -> bool:
         path = out / f"{name}.parquet"
@@ -162,7 +162,7 @@ def measure_latency(
     """
     from commands.profile.sources import remeasure
     from profiler.latency.table import sizes_of
-    from profiler.profile import fitted, profile_latency
+    from profiler.profile import fitted_grid, profile_latency
     from traces.store.files import read_trace
 
     if not (out / "trace.parquet").is_file():
@@ -173,7 +173,7 @@ def measure_latency(
     sizes, shortest = sizes_of(requests), min(r.prompt_length for r in requests)
     grid = settings.grid.beginning(shortest)
     asked = grid.reaching(*sizes) if max_context is None else grid.covering(*sizes, max_context)
-    settings = replace(settings, grid=fitted(pair, asked))
+    settings = replace(settings, grid=fitted_grid(pair, asked))
     if settings.grid.contexts != asked.contexts:
         _say_cut(settings.grid)
     with progress_bar() as progress:
@@ -332,7 +332,7 @@ def decode_again(
     from profiler.checks.spot_check import real_run, run_requests
     from profiler.prompts import prompts_held, read_prompts
     from traces.store.files import read_trace
-    from traces.store.outputs import write_run
+    from traces.store.outputs import write_real_run
 
     out, file, pair = recording.out, recording.prompts, recording.pair
     greedy = read_trace(out / "trace.parquet")
@@ -364,7 +364,7 @@ def decode_again(
                 }  # fmt: skip
                 provenance |= {"part": part} if part else {}
                 run = real_run(pair, greedy, one, measured, provenance, answers)
-                note(f"wrote {write_run(run, out)}")
+                note(f"wrote {write_real_run(run, out)}")
             say_memory([run.log])
 
 
@@ -386,17 +386,17 @@ def check_code(out: Path, prompts: Path | None, decodes: bool) -> None:
 
 def score_code(recording: RecordingJob) -> None:
     """Run the code of every output kept in the folder whose prompt has tests; keep which pass."""
-    from profiler.checks.sandbox import judge
+    from profiler.checks.sandbox import judge_code
     from profiler.prompts import prompts_held, read_prompts
     from traces.store.files import read_trace
-    from traces.store.outputs import find_runs, quality_of_code, read_run, write_outputs
+    from traces.store.outputs import find_runs, quality_of_code, read_real_run, write_outputs
 
     out, trace = recording.out, read_trace(recording.out / "trace.parquet")
     tasks = _tasks(prompts_held(trace, read_prompts(recording.prompts), recording.pair))
 
     @cache  # a rule seldom changes every text
     def passes(id: str, text: str) -> bool:
-        return judge(tasks[id][1], text).passed
+        return judge_code(tasks[id][1], text).passed
 
     def judged(output: Output, category: str) -> Output:
         if output.id not in tasks or tasks[output.id][0] != category:
@@ -404,7 +404,7 @@ def score_code(recording: RecordingJob) -> None:
         own, greedy = (passes(output.id, text) for text in (output.text, output.reference))
         return replace(output, passed=own, greedy_passed=greedy)
 
-    runs = {file: read_run(file) for file in find_runs(out)}
+    runs = {file: read_real_run(file) for file in find_runs(out)}
     with progress_bar() as progress:
         task = progress.add_task("running code", total=sum(len(r.outputs) for r in runs.values()))
         for file, run in runs.items():
@@ -441,12 +441,12 @@ def part_of(
 
 def _is_kept(out: Path, planned: PlannedPolicy, trace: Trace) -> bool:
     """Return True if the run folder holds what `planned` decodes of `trace`."""
-    from traces.store.outputs import find_run, find_runs, read_run
+    from traces.store.outputs import find_run, find_runs, read_real_run
 
     assert planned.rule is not None
     for file in find_runs(out):
         try:
-            run = read_run(file)
+            run = read_real_run(file)
         except FileError:
             continue  # damaged: decoded again
         if find_run([run], planned.policy, planned.rule, trace) is not None:

@@ -40,13 +40,13 @@ def check(
     remeasure: bool = False,
 ) -> None:  # fmt: skip
     """Run, compare and print a kind of check."""
-    from profiler.recording.run import only_writer, read_run
+    from profiler.recording.run import only_writer_of_run, read_run
 
     # Refused now where it is no run or may only be read, and not once torch is loaded or after
     # minutes of decoding.
     read_run(asked.run, asked.trust_remote_code)
     chosen = None if policies is None else [*policies]
-    with only_writer(asked.run, COPY):
+    with only_writer_of_run(asked.run, COPY):
         rows = kind(replace(asked, policy=chosen)).rows(remeasure)
     emit("validate", rows, asked.json, show=columns_shown(rows), out=asked.out)
     if asked.json is None:
@@ -194,15 +194,15 @@ def engine(
     is how much slower the engine ran than its latencies say.
     """
     served.check(asked.policy, remeasure)
-    from commands.validate.engine import columns_of, engine_check, say_checked
-    from profiler.recording.run import only_writer
+    from commands.validate.engine import columns_checked, engine_check, say_checked
+    from profiler.recording.run import only_writer_of_run
 
     folder = asked.run
-    with only_writer(folder, COPY) if folder.is_dir() else nullcontext():
+    with only_writer_of_run(folder, COPY) if folder.is_dir() else nullcontext():
         found = engine_check(
             served, folder, source, asked.policy, asked.repeats, asked.limit, remeasure
         )
-    emit("validate", found, asked.json, show=columns_of(served, remeasure), out=asked.out)
+    emit("validate", found, asked.json, show=columns_checked(served, remeasure), out=asked.out)
     if asked.json is None:
         say_checked(served, found)
 

@@ -77,7 +77,7 @@ def usual_control_s(samples: pd.DataFrame) -> float:
     return float(samples["control_s"].quantile(0.25))
 
 
-def cells_of(
+def cells_of_engine(
     kept: pd.DataFrame, own_passes: bool = False, average: Average = "median"
 ) -> pd.DataFrame:
     """Return cells as in `traces.latency.table.CELL_COLUMNS`, made of these samples.
@@ -197,7 +197,7 @@ def host_parts(kept: pd.DataFrame, average: Average = "median") -> list[dict[str
 
 def held_out_errors(samples: pd.DataFrame, held_out: pd.DataFrame) -> dict[Cell, float]:
     """Return the relative error of interpolating each held-out cell from the others."""
-    table = LatencyTable(cells_of(quiet(samples)))
+    table = LatencyTable(cells_of_engine(quiet(samples)))
     errors = {}
     kept = quiet(held_out)
     for sizes, own in by_cell(kept, kept):
@@ -303,7 +303,7 @@ class EngineTable:
                          for c, e in errors.items()],
         }  # fmt: skip
         own_drafter = bool(self.meta["engine"]["own_drafter"])
-        cells = [cells_of(kept, own_drafter, average)]
+        cells = [cells_of_engine(kept, own_drafter, average)]
         if not own_drafter:
             cells.append(search_cells(average))
         return LatencyTable(pd.concat(cells, ignore_index=True), meta)

@@ -33,7 +33,7 @@ from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_bat
 from profiler.decoding.forced import ForcedDecoder, ForcedStream
 from profiler.decoding.single import DraftStep, ModelDecoder, ModelToken
 from profiler.latency.passes import random_ids
-from profiler.latency.table import rows_of
+from profiler.latency.table import rows_of_samples
 from profiler.machine import Repeats, Stopwatch, Timing, sweeps, timed
 from profiler.models.runner import Runner
 from traces.acceptance.synthetic import synthetic_trace
@@ -114,7 +114,9 @@ def host_cells(
     for repeat in sweeps(repeats):  # what warms up is overwritten
         spent = np.array([run(gamma) for gamma in gammas])
         fits[repeat] = nnls(spent[:, 1:], spent[:, 0])[0]
-    return rows_of([("target", phase, batch, 1, 0) for phase in ("host_round", "host_draft")], fits)
+    return rows_of_samples(
+        [("target", phase, batch, 1, 0) for phase in ("host_round", "host_draft")], fits
+    )
 
 
 class _Fixed(Runner):

@@ -167,7 +167,7 @@ DONE_WITH = "recorded_with"
 
 
 @contextmanager
-def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
+def only_writer_of_run(folder: Path, remedy: str = "name another") -> Iterator[None]:
     """Lock the folder against other writers (see `traces.store.writing`); make it if missing.
 
     Raises DraftsimError if another process writes there (naming it), or the folder cannot be

@@ -17,6 +17,7 @@ from simulator.papers.quantities import SPECBOUND, quantity_rows
 from simulator.papers.settings import TABLE as SETTINGS_TABLE
 from simulator.papers.settings import setting_rows
 from simulator.published import SPECBOUND_1, TABLES, TASKS, PaperTable
+from traces.aliases import Count, silent
 from traces.errors import DraftsimError, SignalError
 from traces.sources.methods import CMASD_ABLATION, FIXED_TAUS, MEAN_TAU
 from traces.sources.methods import CSD_ABLATION as CSD_METHODS
@@ -36,7 +37,7 @@ SETTINGS = 100
 
 
 def side_by_side(
-    ours: Ours, progress: Callable[[int, int], None] = lambda *_: None
+    ours: Ours, progress: Count = silent
 ) -> list[Row]:  # fmt: skip
     """Return one row per published cell, and per number of ours that has none, sorted by table.
 

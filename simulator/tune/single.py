@@ -17,7 +17,7 @@ from simulator.tune import gains
 from simulator.tune.costs import longest_draft, price_grid
 from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, check_settings
 from simulator.tune.served import SEARCH_CONFIDENCE
-from simulator.tune.settings import Gain, Tuned, about_row, decided, row_of
+from simulator.tune.settings import Gain, Tuned, about_row, decided, row_of_setting
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, TailError
@@ -29,7 +29,7 @@ SingleSetting = Mapping[str, Any]
 """A document that an engine reads: the longest draft comes first, the threshold last."""
 
 
-def text_of(setting: SingleSetting) -> str:
+def values_said(setting: SingleSetting) -> str:
     """Return the values of a setting, as rows show them."""
     return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in setting.values())
 
@@ -153,9 +153,9 @@ def tune_single(
     default = own.default if signals else {**own.default, [*own.default][-1]: 0.0}
     most = math.inf if bound is None else bound
     cut = {**default, tokens: min(default[tokens], most)}
-    base_text = text_of(cut)
+    base_text = values_said(cut)
     searched = settings or own.options(signals)
-    asked = {text_of(s): s for s in (cut, *searched) if s[tokens] <= most}
+    asked = {values_said(s): s for s in (cut, *searched) if s[tokens] <= most}
     policies: dict[str, Any] = {text: check_settings(engine, s) for text, s in asked.items()}
     replayed = replay_many(
         trace, policies, first=own.first, leave_out=lambda _, e: isinstance(e, TailError)
@@ -197,7 +197,7 @@ def tune_single(
     deploy = gains.MISSED
     if reachable:
         deploy = gains.to_deploy(low > 1, bool(meets[at]), bool(meets[0]))
-    row = row_of(
+    row = row_of_setting(
         engine, grid, latency, setting=best, deploy=deploy, served_tok_s=None, gain=over(0),
         decode_tok_s=float(rates[at]), decode_gain=over(0), default=base_text,
         default_gain=1.0 if at == base else over(base)[0], within_slo=float(grid.within[at]),

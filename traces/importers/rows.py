@@ -17,7 +17,7 @@ from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import FileError
 from traces.store.text import is_seconds, json_lines, read_text, wholes
 
-Row = tuple[str, dict[str, Any]]
+LocatedRow = tuple[str, dict[str, Any]]
 """File and line or entry, for error messages, and the JSON object there."""
 
 
@@ -171,7 +171,7 @@ def only_file(name: str, files: Sequence[Path]) -> Path:
     return files[0]
 
 
-def read_json_rows(path: str | os.PathLike[str], text: str | None = None) -> list[Row]:
+def read_json_rows(path: str | os.PathLike[str], text: str | None = None) -> list[LocatedRow]:
     """Return the objects of a JSON or JSON Lines file, each with where it is from.
 
     ``text``: the file's text, if it was read before.  Raises FileError if the file is missing, is

@@ -17,6 +17,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CallCounter, pack_calls
 from traces.replay.decoder import RecordedToken
+from traces.replay.layout import Rounds
 from traces.replay.rounds import Fidelity
 from traces.sources.recording import Recordings, SourceRecording
 
@@ -95,7 +96,7 @@ class Source(Checked):
 
     def drafts_along(self, trace: Trace, recordings: Recordings) -> Trace:
         """Return the outputs of `trace` with what the source drafts from every start, whatever its
-        verification costs (`traces.sources.as_draft.laid_out`).
+        verification costs (`traces.sources.as_draft.as_trace`).
 
         Raises DraftsimError if it was not recorded along this trace.
         """
@@ -147,7 +148,6 @@ class Source(Checked):
         self.open(trace, recordings, first)(0)
 
 
-Rounds = npt.NDArray[np.void]
 ReplayedRounds = tuple[Rounds, Rounds]
 """Rounds, and the calls that they ran."""
 

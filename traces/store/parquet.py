@@ -41,7 +41,7 @@ KINDS = {
     "measured": "times of measured runs",
 }
 
-Columns = Mapping[str, tuple[str, str]]
+ColumnTypes = Mapping[str, tuple[str, str]]
 """For each column of a kind of file: its type and its meaning."""
 HEADER_KEY, DIGEST_KEY = b"draftsim", b"draftsim.sha256"
 _BLANK = b"0" * 64
@@ -146,7 +146,7 @@ def columns_of(
     return columns
 
 
-def table_of(frame: pd.DataFrame, columns: Columns) -> pa.Table:
+def table_of(frame: pd.DataFrame, columns: ColumnTypes) -> pa.Table:
     """Return the `columns` of a frame."""
     return pa.table({
         name: pa.array([str(v) for v in frame[name]], pa.string()) if dtype == "str"
@@ -155,7 +155,7 @@ def table_of(frame: pd.DataFrame, columns: Columns) -> pa.Table:
     })  # fmt: skip
 
 
-def frame_of(path: PathLike, table: pa.Table, columns: Columns) -> pd.DataFrame:
+def frame_of(path: PathLike, table: pa.Table, columns: ColumnTypes) -> pd.DataFrame:
     """Return the frame of which `table_of` made a table; FileError as `columns_of`."""
     dtypes = {name: dtype for name, (dtype, _) in columns.items()}
     return pd.DataFrame(columns_of(path, table, dtypes))

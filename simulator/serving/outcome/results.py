@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ import pandas as pd
 import pyarrow as pa
 
 from policies.json_text import JSONError, parse_json
+from traces.aliases import Say, silent
 from traces.errors import FileError
 from traces.store.parquet import write_file
 from traces.store.text import plain
@@ -95,7 +96,7 @@ class ResultsFile:
         *,
         command: str = "serve",
         key: str | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        say: Say = silent,
     ) -> None:
         self.path = Path(path)
         self.meta = {**(meta or {}), **({} if key is None else {"key": key})}
