@@ -10,7 +10,6 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import simpy
 
@@ -30,7 +29,7 @@ from simulator.serving import (
 )
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 
 CONVERSATIONS = (
     Path(__file__).resolve().parents[2] / "shared" / "data" / "arrivals"
@@ -49,7 +48,7 @@ def measured_like_table() -> LatencyTable:
         (m, "prefill", b, n, 0, s * (0.012 + 4e-5 * b * n), 0.0, 5)
         for m, s in (("target", 1.0), ("draft", 0.08)) for b in (1, 4, 16) for n in (16, 256, 4096)
     ]  # fmt: skip
-    return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+    return LatencyTable(as_cells(rows))
 
 
 def recorded_like_trace() -> Trace:

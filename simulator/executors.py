@@ -20,10 +20,10 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, Self, TypeVar
 from uuid import uuid4
-from weakref import WeakKeyDictionary
 
 from traces.aliases import Count, silent
 from traces.errors import DraftsimError, missing_packages
+from traces.once import once_per
 
 Part = TypeVar("Part")
 Part_contra = TypeVar("Part_contra", contravariant=True)
@@ -82,9 +82,7 @@ class Local:
             n_jobs=jobs, return_as="generator_unordered", pre_dispatch="2*n_jobs"
         )
         # Workers still have what they unpacked of a runner that is run again.
-        if runner not in _packed:
-            _packed[runner] = _Packed(runner)
-        packed = _packed[runner]
+        packed = _packed(runner)
         try:
             yield from pool(joblib.delayed(_numbered)(packed, i, p) for i, p in enumerate(parts))
         except TerminatedWorkerError as error:
@@ -193,7 +191,7 @@ class _Packed:
         return _unpacked[self.name].run(part)
 
 
-_packed: WeakKeyDictionary[Any, _Packed] = WeakKeyDictionary()
+_packed = once_per(_Packed)
 _unpacked: dict[str, Any] = {}
 """In a worker process, the runner of its last part."""
 

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.arrays import half_iqr
 from policies.registry import PLAIN, parse_policy
 from simulator.pricing import Priced, price
 from traces.acceptance.trace import Trace
@@ -130,9 +131,8 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
             raise DraftsimError(f"the run {run} took {middle} seconds, expected more than 0")
         first = part.drop_duplicates("request")
         expected = float(first["predicted_s"].sum())
-        low, high = np.percentile(seconds, [25, 75])
         differ = part.loc[part["rounds"] != part["predicted_rounds"], "request"].nunique()
-        spread = float(high - low) / 2 / middle if len(seconds) > 1 else math.nan
+        spread = float(half_iqr(seconds)) / middle if len(seconds) > 1 else math.nan
         off = float(counted["off_s"].sum(skipna=False) / counted["wall_s"].sum())
         left_out = len(part) - len(counted) + int(part["repeated"].sum())
         machine = machine_label({} if math.isnan(off) else {"off": off})

@@ -37,7 +37,7 @@ from simulator.hardware.scaling import carry_over, table_shapes
 from simulator.published import GAMMATUNE, GAMMATUNE_MS, SOURCES, SPECBOUND_4, STUDIES
 from tests.conftest import Run
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.operators.devices import DEVICES, find_device
 from traces.operators.shapes import find_architecture
 
@@ -134,7 +134,7 @@ def table_from(model: Roofline) -> LatencyTable:
         for b in (1, 16) for n in (1, 5, 25) for c, wrinkle in ((128, 1.0), (4096, 1.01))
     ]  # fmt: skip
     rows += [("target", p, 1, 1, 0, s, 0.0, 5) for p, s in (("host_round", 3e-4), ("head", 2e-4))]
-    frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    frame = as_cells(rows)
     meta = {"device": "NVIDIA H200", "mode": "graph", "kind": "measured"}
     return LatencyTable(frame, meta)
 

@@ -147,7 +147,7 @@ def test_batches_really_decoded_are_compared_request_by_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    from commands.validate.batched import BatchRuns
+    from commands.validate.batched import BatchCheck
     from commands.validate.flow import CheckedPair
     from profiler.recording.run import RunInfo, write_run
     from tests.bundled import pair, record
@@ -160,7 +160,7 @@ def test_batches_really_decoded_are_compared_request_by_request(
     write_run(RunInfo("bundled", "bundled"), tmp_path)
     monkeypatch.setattr(RunInfo, "load", lambda self: pair())
     names = ["fixed:gamma=3", "svip", "confidence-freeze", "batch-table"]
-    rows = BatchRuns(CheckedPair(run=tmp_path, policy=names, repeats=1), "1,3").rows()
+    rows = BatchCheck(CheckedPair(run=tmp_path, policy=names, repeats=1), "1,3").rows()
     assert rows[["batch", "policy"]].apply(tuple, axis=1).tolist() == [
         (b, p) for b in (1, 3) for p in ("autoregressive", *names)
     ]
@@ -171,4 +171,4 @@ def test_batches_really_decoded_are_compared_request_by_request(
     kept = read_measured(tmp_path / "measured_batches.parquet").times
     assert set(kept["batch"]) == {1, 3}
     with pytest.raises(DraftsimError, match="beyond the largest batch measured, 4"):
-        BatchRuns(CheckedPair(run=tmp_path, policy=names), "8")
+        BatchCheck(CheckedPair(run=tmp_path, policy=names), "8")

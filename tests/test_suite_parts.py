@@ -21,12 +21,11 @@ from profiler.suite.pair import (
     QUICK,
     SINGLE,
     PairMeasurement,
-    cells_of_rows,
     held_out,
     points_between,
 )
 from tests.suite_results import SMALL
-from traces.latency.table import LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.replay.run import replay
 
 
@@ -149,9 +148,9 @@ def test_held_out_errors_are_those_of_reading_the_table() -> None:
             for w in widths for c in contexts
         ]  # fmt: skip
 
-    table = LatencyTable(cells_of_rows(rows((1, 9), (16, 64), 1.0)))
+    table = LatencyTable(as_cells(rows((1, 9), (16, 64), 1.0)))
     for factor in (1.0, 0.8):
-        [found] = held_out(cells_of_rows(rows((5,), (40,), factor)), table)
+        [found] = held_out(as_cells(rows((5,), (40,), factor)), table)
         assert found["error"] == pytest.approx(1 / factor - 1)
         assert (found["batch"], found["width"], found["context"]) == (4, 5, 40)
 

@@ -39,8 +39,10 @@ QUIET, BUSY = "quiet", "disturbed"
 def machine_label(state: State | None) -> str | None:
     """Return `QUIET` or `BUSY`; None if nothing is known.
 
-    >>> machine_label({"off": 0.2}), label({"off": 0.0, "reference_s": 1.0, "reference_spread_s": 0.02})
-    ('disturbed', 'quiet')
+    >>> machine_label({"off": 0.2})
+    'disturbed'
+    >>> machine_label({"off": 0.0, "reference_s": 1.0, "reference_spread_s": 0.02})
+    'quiet'
     """
     off, spread = _number(state, "off"), _spread(state)
     if off is None and spread is None:

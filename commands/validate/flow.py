@@ -67,7 +67,7 @@ class CheckedPair(CheckedRun):
         return policies, rule, bool(split_systems(policies)[1])
 
 
-class RealRuns:
+class RealCheck:
     """A check: policies that are decoded for real, and what is predicted of them.
 
     The constructor reads the run folder and refuses what cannot be run, before a model is loaded.
@@ -243,7 +243,7 @@ class Remeasured:
     check goes on with both.
     """
 
-    def __init__(self, check: RealRuns, expected_s: float, kept: Checkpoint) -> None:
+    def __init__(self, check: RealCheck, expected_s: float, kept: Checkpoint) -> None:
         from commands.profile.sources import timed_layers
         from profiler.latency.table import Grid, sizes_of
         from profiler.profile import LatencyProfile

@@ -24,7 +24,7 @@ from policies.json_text import parse_json
 from profiler.fetched.places import Model, ModelSet, cache, folder
 from traces.aliases import Say
 from traces.errors import DraftsimError, missing_packages
-from traces.store.writing import locked
+from traces.store.writing import locked, make_folder
 
 NEEDED = ("torch", "transformers", "safetensors", "gguf", "accelerate")
 MARKER = "made_from.json"
@@ -318,11 +318,9 @@ def made_from(path: Path) -> str | None:
 @contextmanager
 def _only_one(root: Path) -> Iterator[None]:
     """Lock the folder against another fetch; remove half-made folders of a killed one."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DraftsimError(f"cannot write {root}: {error.strerror or error}") from None
-    with locked(root / ".lock", root, "name another place in DRAFTSIM_CACHE"):
+    remedy = "name another place in DRAFTSIM_CACHE"
+    make_folder(root, remedy)
+    with locked(root / ".lock", root, remedy):
         for left in root.glob(f"{PART}*"):
             shutil.rmtree(left, ignore_errors=True)
         yield

@@ -15,10 +15,11 @@ import numpy.typing as npt
 import pandas as pd
 import torch
 
+from policies.arrays import half_iqr
 from profiler.machine import NoTimeError, Repeats, Stopwatch, Timing
 from traces.acceptance.trace import Request
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS
+from traces.latency.table import as_cells
 from traces.store.checkpoint import Checkpoint
 
 FIRST_WIDTHS = (1, 2, 4)
@@ -323,9 +324,5 @@ def rows_of_samples(cells: Sequence[CellKey], samples: npt.NDArray[np.float64]) 
     They are means, because decoding takes the sum of its passes, slow ones included; on a machine
     that is slow now and then the median would leave these out.
     """
-    low, high = np.quantile(samples, [0.25, 0.75], axis=0)
-    rows = zip(cells, samples.mean(axis=0), (high - low) / 2, strict=True)
-    return pd.DataFrame(
-        [(*cell, mean, spread, len(samples)) for cell, mean, spread in rows],
-        columns=list(CELL_COLUMNS),
-    )
+    rows = zip(cells, samples.mean(axis=0), half_iqr(samples), strict=True)
+    return as_cells([(*cell, mean, spread, len(samples)) for cell, mean, spread in rows])

@@ -19,7 +19,7 @@ from traces.store.header import is_whole
 from traces.store.identity import RUN_ID, check_folder
 from traces.store.parquet import read_meta
 from traces.store.text import read_object
-from traces.store.writing import locked, write_atomically
+from traces.store.writing import locked, make_folder, write_atomically
 
 if TYPE_CHECKING:
     from profiler.models.loading import Pair
@@ -174,11 +174,7 @@ def only_writer_of_run(folder: Path, remedy: str = "name another") -> Iterator[N
     written to (with the `remedy`).
     """
     made = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise DraftsimError(f"{folder}: cannot be written to ({reason}): {remedy}") from None
+    make_folder(folder, remedy)
     try:
         with locked(folder / LOCK, folder, remedy):
             yield

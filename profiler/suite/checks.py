@@ -32,10 +32,10 @@ from profiler.sources.run import SourceRunner, record_sources
 from profiler.sources.start_record import RecordOptions
 from profiler.suite import EAGER, GRAPH
 from profiler.suite.environment import Workplace, write_within
-from profiler.suite.pair import cells_of_rows, rows_of_cells, runner_of_mode
+from profiler.suite.pair import rows_of_cells, runner_of_mode
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.replay.run import replay
 from traces.sources.as_draft import drafted_trace, with_drafter
 from traces.sources.starts.parallel import Eagle as EagleSource
@@ -223,7 +223,7 @@ class DrafterPair:
 
         The draft model's are left out.
         """
-        table = LatencyTable(cells_of_rows([*cells, *own]))
+        table = LatencyTable(as_cells([*cells, *own]))
         return rows_of_cells(with_drafter(table, self.source.key).cells)
 
     def run(self, checks: Checks, seconds: float) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.checkpoint import Checkpoint
 from traces.store.files import write_trace
-from traces.store.writing import write_atomically
+from traces.store.writing import make_folder, write_atomically
 
 LARGEST = 16 * 10**6
 """Bytes of the largest file a stage may leave."""
@@ -151,10 +151,7 @@ def open_workplace(
     else:
         torch.set_num_threads(1)  # steadier times than several, and miniatures need no more
     kind = choose_dtype(dtype, where)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DraftsimError(f"cannot make the folder {out}: {error.strerror}") from None
+    make_folder(out, "name another --out")
     place = Workplace(out, where, kind, seconds, quick)
     if where.type == "cuda" and kind is torch.float16 and dtype is None:
         place.say("this GPU has no bfloat16: everything is measured in float16 instead")
@@ -231,6 +228,16 @@ class Units:
         """Note an error and print it immediately."""
         self.failed[name] = error if isinstance(error, str) else reason(error)
         self.place.say(f"FAILED {name}: {self.failed[name]}")
+
+    @contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        """Note the part `name` if the block comes too late or fails, and go on after the block."""
+        try:
+            yield
+        except NoTimeError:
+            self.late[name] = "no time left"
+        except (DraftsimError, RuntimeError) as error:
+            self.fail(name, error)
 
     @property
     def status(self) -> int:

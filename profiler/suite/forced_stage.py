@@ -23,7 +23,6 @@ import torch
 from profiler.checks.interleaved import LEAST_REPEATS
 from profiler.checks.spot_check import run_batches, run_requests
 from profiler.latency.table import Grid
-from profiler.machine import NoTimeError
 from profiler.models.architectures import PairShape
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner
@@ -117,15 +116,13 @@ def run_forced(
     def attempt(unit: ForcedUnit, models: tuple[Any, Any]) -> None:
         gone = units.limits
         rest = sum(u.cost for u in todo[todo.index(unit) :] if u.pair.name not in gone)
-        try:
-            done = _unit(place, unit, models, trace, place.left * unit.cost / rest)
-        except NoTimeError:
-            units.late[unit.name] = "no time left"
-        except torch.OutOfMemoryError:
-            units.limit(unit.name, f"{unit.name}: out of memory: the smaller batches were run")
-        except (DraftsimError, RuntimeError) as error:
-            units.fail(unit.name, error)
-        else:
+        done = None
+        with units.noting(unit.name):
+            try:
+                done = _unit(place, unit, models, trace, place.left * unit.cost / rest)
+            except torch.OutOfMemoryError:
+                units.limit(unit.name, f"{unit.name}: out of memory: the smaller batches were run")
+        if done is not None:
             units.put(unit.name, done)
             if is_unfinished(done):
                 units.late[unit.name] = "time for one repeat only"

@@ -18,9 +18,9 @@ from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import compiler_missing
 from profiler.suite import COMPILED, KERNELS, MODES
 from profiler.suite.environment import COMPLETE, Findings, Units, Workplace, is_unfinished
-from profiler.suite.pair import FULL, QUICK, RANKS, PairMeasurement, cells_of_rows, profile_rounds
+from profiler.suite.pair import FULL, QUICK, RANKS, PairMeasurement, profile_rounds
 from traces.errors import DraftsimError
-from traces.latency.table import LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.store.files import read_latency, write_latency
 
 
@@ -75,10 +75,8 @@ def _profile(units: Units, pair: PairShape, models: tuple[Any, Any], how: Sequen
         )
         return
     for mode in how:
-        try:
+        with units.noting(f"{pair.name}.{mode}, profile"):
             place.say(f"wrote {profile_rounds(place, pair.name, mode, models).name}")
-        except (DraftsimError, RuntimeError) as error:
-            units.fail(f"{pair.name}.{mode}, profile", error)
         place.release()
 
 
@@ -207,7 +205,7 @@ def write_cells(
         "kind": "measured", "estimator": "mean", "attention": "sdpa", "shapes": dict(shapes),
         "kernels": KERNELS, **place.meta(),
     }  # fmt: skip
-    write_latency(LatencyTable(cells_of_rows(rows), meta), place.out / file)
+    write_latency(LatencyTable(as_cells(rows), meta), place.out / file)
 
 
 def _write(units: Units) -> None:

@@ -31,7 +31,7 @@ from profiler.models.stack import LayerRunner
 from profiler.suite import COMPILED, EAGER, GRAPH
 from profiler.suite.environment import Workplace, reason
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable, as_cells
 
 WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)
 SINGLE, BATCHED, WANTED = range(3)
@@ -229,7 +229,7 @@ class PairMeasurement:
         slots = plan.prompt + plan.tokens
         target, draft = (runner_of_mode(self.mode, m, slots, batch) for m in self.models.values())
         cells = host_beyond(
-            target, draft, cells_of_rows(passes), batch=batch, repeats=plan.grid.repeats,
+            target, draft, as_cells(passes), batch=batch, repeats=plan.grid.repeats,
             tokens=plan.tokens, prompt=plan.prompt, gammas=plan.gammas, check=self._check,
         )  # fmt: skip
         return rows_of_cells(cells), []
@@ -293,11 +293,6 @@ def rows_of_cells(cells: pd.DataFrame) -> list[list[Any]]:
     """Return cells as rows of `traces.latency.table.CELL_COLUMNS`."""
     rows: list[list[Any]] = cells[list(CELL_COLUMNS)].astype(object).to_numpy().tolist()
     return rows
-
-
-def cells_of_rows(rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
-    """Return rows as in `rows_of_cells` as cells."""
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
 
 def points_between(

@@ -159,14 +159,11 @@ class _Stage:
         if needs is None:
             self.units.fail(name, "the recording that it needs failed")
             return kept
-        try:
+        unit = None
+        with self.units.noting(name):
             self.place.check_time()
             unit = make(needs)
-        except NoTimeError:
-            self.units.late[name] = "no time left"
-            return kept
-        except (DraftsimError, RuntimeError) as error:
-            self.units.fail(name, error)
+        if unit is None:
             self.place.release()
             return kept
         self.units.put(name, unit)

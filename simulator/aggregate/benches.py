@@ -19,14 +19,13 @@ from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from policies.json_text import JSONError, parse_json
 from simulator.aggregate.server import ServerFit, ServerRun
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.importers.metrics import SELDOM
-from traces.latency.table import ANY_CONTEXT, CELL_COLUMNS, LatencyTable
+from traces.latency.table import ANY_CONTEXT, LatencyTable, as_cells
 from traces.store.text import csv_rows, decimal, json_lines, label, read_text
 
 if TYPE_CHECKING:
@@ -201,7 +200,7 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
             f"calibrated at one context, {where}: others are priced like it, so longer ones are "
             "too fast"
         )
-    return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)
+    return LatencyTable(as_cells(cells), meta)
 
 
 REACHED = 0.8

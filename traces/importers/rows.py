@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import half_iqr
 from policies.json_text import JSONError, parse_json
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import FileError
@@ -118,11 +119,10 @@ def baseline_of(
     asked = {(turn.question, turn.turn) for turn in turns}
     plain = [turn for turn in plain if (turn.question, turn.turn) in asked]
     each = [turn.wall_s / turn.tokens for turn in plain]
-    low, high = np.quantile(each, [0.25, 0.75])
     per_token = sum(turn.wall_s for turn in plain) / sum(turn.tokens for turn in plain)
     throughput = sum(turn.tokens for turn in turns) / sum(turn.wall_s for turn in turns)
     return {
-        "source": file.name, "target_s": median(each), "spread_s": float(high - low) / 2,
+        "source": file.name, "target_s": median(each), "spread_s": float(half_iqr(each)),
         "per_token_s": per_token, "speedup": throughput * per_token,
     }  # fmt: skip
 

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from policies.core import Load
 from policies.guard import SIGNALS, guarded
-from traces.acceptance.trace import MATCH, Trace, once_per_trace
+from traces.acceptance.trace import MATCH, Trace
 from traces.errors import DraftsimError, SignalError, TailError
+from traces.once import once_per
 
 T = TypeVar("T")
 
@@ -238,4 +239,4 @@ def ends_drafts(trace: Trace) -> npt.NDArray[np.bool_]:
     return ends
 
 
-trace_lists = once_per_trace(TraceLists)
+trace_lists = once_per(TraceLists)

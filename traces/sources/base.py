@@ -12,9 +12,10 @@ import numpy.typing as npt
 from policies.arrays import Ints
 from policies.core import SIGNALS, Load
 from policies.spec import Checked
-from traces.acceptance.trace import Trace, once_per_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.once import once_per
 from traces.replay.calls import CallCounter, pack_calls
 from traces.replay.decoder import RecordedToken
 from traces.replay.layout import Rounds
@@ -241,7 +242,7 @@ def true_tokens(trace: Trace, *, sampled: bool = False) -> list[int]:
     return _outputs(trace)
 
 
-@once_per_trace
+@once_per
 def _outputs(trace: Trace) -> list[int]:
     tokens: list[int] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
     return tokens

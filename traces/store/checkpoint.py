@@ -17,7 +17,7 @@ import numpy as np
 from policies.json_text import parse_json
 from traces.aliases import Columns, Say
 from traces.errors import DraftsimError
-from traces.store.writing import write_atomically
+from traces.store.writing import make_folder, write_atomically
 
 _SEAL = 64
 """Bytes of a part's digest, which is in its archive's comment."""
@@ -51,10 +51,7 @@ class Checkpoint:
                 )
             # What the settings were, every part tells by itself.
             say(f"{marker} is damaged: it is written again")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DraftsimError(f"cannot keep parts in {folder}: {error.strerror}") from None
+        make_folder(folder, "parts of the run are kept there, so choose another place for it")
         write_atomically(marker, content)
 
     def names(self) -> list[str]:

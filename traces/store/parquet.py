@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
 from traces.store.header import PathLike, file_error
+from traces.store.text import reading
 from traces.store.writing import write_atomically
 
 SCHEMA = 1
@@ -210,15 +211,8 @@ def is_parquet(path: PathLike) -> bool:
 
 
 def _content(path: Path) -> bytes:
-    try:
+    with reading(path, "a .parquet file"):
         content = path.read_bytes()
-    except FileNotFoundError as error:
-        raise FileError(f"{path}: no such file: check the path") from error
-    except IsADirectoryError as error:
-        raise FileError(f"{path}: is a directory: name a .parquet file in it") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise FileError(f"{path}: cannot be read ({reason}): check its permissions") from error
     if not content:
         raise FileError(f"{path}: is empty: copy it again, or record it again")
     if not content.startswith(_MAGIC):

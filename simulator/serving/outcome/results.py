@@ -26,7 +26,7 @@ from policies.json_text import JSONError, parse_json
 from traces.aliases import Say, silent
 from traces.errors import FileError
 from traces.store.parquet import write_file
-from traces.store.text import plain
+from traces.store.text import plain, reading
 from traces.store.writing import only_writer, refused, write_atomically
 
 SCHEMA = 2
@@ -204,11 +204,8 @@ def read_results(path: str | Path) -> Results:
 
 def _parsed(path: Path) -> Results:
     """Return the lines of a file; FileError if it cannot be read."""
-    try:
+    with reading(path, "a results file"):
         content = path.read_bytes()
-    except OSError as error:
-        reason = error.strerror or error
-        raise FileError(f"results file {path} cannot be read ({reason}): check the path") from None
     found, rows = Results(path), None
     lines = content.split(b"\n")
     for number, line in enumerate(lines, 1):
