@@ -284,7 +284,7 @@ def _is_closed_pipe(error: BaseException | None) -> bool:
 def _said(error: Exception) -> str | None:
     """Return the message of `error` for the user; None for a mistake of the program."""
     # It brings numpy, which a list of commands needs not.
-    from traces.errors import DraftsimError, missing_for, missing_packages
+    from traces.errors import DraftsimError, missing, missing_for
 
     if isinstance(error, DraftsimError):
         return _as_given(str(error))
@@ -317,7 +317,7 @@ def _said(error: Exception) -> str | None:
             "lower --max-new-tokens, --max-gamma or --batch; the same command then continues"
         )
     if packages := missing_for(error):
-        return str(missing_packages(packages, " ".join(["draftsim", *sys.argv[1:2]])))
+        return str(missing(packages, " ".join(["draftsim", *sys.argv[1:2]])))
     return None
 
 

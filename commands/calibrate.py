@@ -418,10 +418,10 @@ def recommend(
         )
     note(suggestion.said)
     if out is not None:
-        from simulator.tune.settings import json_lines
+        from simulator.tune.settings import laid_out
         from traces.store.writing import write_atomically
 
-        write_atomically(out, f"{json_lines(document)}\n".encode())
+        write_atomically(out, f"{laid_out(document)}\n".encode())
         note(f"wrote {out}")
     note(line, whole=True)
 

@@ -68,7 +68,7 @@ def demo(
 
     # No torch is needed for the first answer.
     from commands.simulate.table import print_ranked
-    from profiler.recording.run import only_writer_of_run
+    from profiler.recording.run import only_writer
     from simulator.plots.recording import save_all
     from simulator.whatif.ranking import rank, ranked_rows
     from traces.store.files import read_latency, read_trace
@@ -80,7 +80,7 @@ def demo(
         note("Predicted for this machine, from its own recording:")
         print_ranked(ranked, recording=str(out))
     note(f"now {size.prompts} prompts are decoded for real, under the policies below:")
-    with only_writer_of_run(out):
+    with only_writer(out):
         checked = SpotCheck(CheckedPair(run=out, repeats=size.repeats)).rows(remeasure=True)
     emit("demo", checked, json, show=columns_shown(checked))
     say_verdict(checked)
@@ -111,7 +111,7 @@ def _profiled(out: Path, size: Size) -> None:
     from profiler.checks.interleaved import PLACE
     from profiler.latency.table import Grid
     from profiler.profile import Settings
-    from profiler.recording.run import BUNDLED, RunInfo, claimed, only_writer_of_run
+    from profiler.recording.run import BUNDLED, RunInfo, claimed, only_writer
 
     note(
         f"now the same pair here: {size.prompts} prompts of up to {size.tokens} tokens are "
@@ -119,7 +119,7 @@ def _profiled(out: Path, size: Size) -> None:
     )
     info = RunInfo("bundled", "bundled", threads=1)
     settings = Settings(max_new_tokens=size.tokens, grid=Grid(repeats=size.sweeps))
-    with only_writer_of_run(out):
+    with only_writer(out):
         # A folder of another pair is refused; an earlier demo's is measured again, here and now,
         # but one that was stopped while it decoded goes on.
         info, anew = claimed(info, out), not any(out.glob(f"{PLACE}-*"))

@@ -92,7 +92,7 @@ def papers(
     from simulator.published import CONTRADICTIONS
     from traces.sources.found import read_recordings
     from traces.store.identity import check_folder
-    from traces.store.outputs import find_runs, read_real_run
+    from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
 
     recording = load_recording(trace, latency)
@@ -116,7 +116,7 @@ def papers(
         ours = Ours(
             recorded,
             recording.latency,
-            [read_real_run(file) for file in files],
+            [read_run(file) for file in files],
             recordings,
             sampled_ones,
         )

@@ -47,7 +47,7 @@ def report(
     """
     from commands.simulate.table import headline
     from simulator.predict import compare, split_asked
-    from simulator.report.data import against_fixed, carried_spans, names_shown, render, report_data
+    from simulator.report.data import against_fixed, carried_spans, names_of, render, report_data
     from traces.replay.calls import always_drafted, drafting_always, passes_always
     from traces.store.engine_runs import read_measured
     from traces.store.writing import write_atomically
@@ -92,9 +92,8 @@ def report(
         if always_draft is not None:
             said.append(f"--always-draft {always_draft}: the fewest draft passes of every round")
         data = report_data(
-            recording.trace, table, logs, notes=notes, measured=measured,
-            pair=names_shown(recording), said=said, serve=serve, resamples=resamples,
-            progress=progress,
+            recording.trace, table, logs, notes=notes, measured=measured, pair=names_of(recording),
+            said=said, serve=serve, resamples=resamples, progress=progress,
         )  # fmt: skip
     for line in data["about"]["free"]:
         remark(line)

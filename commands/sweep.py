@@ -154,7 +154,7 @@ def sweep(
     from simulator.chosen import swept_policies
     from simulator.unmeasured import free_hosts, said_free, said_outside
     from simulator.whatif.axes import parse_axis
-    from simulator.whatif.breakeven import fastest_by_point, overview, thresholds
+    from simulator.whatif.breakeven import fastest, overview, thresholds
     from simulator.whatif.cells import Prices, fitting
     from simulator.whatif.sweep import Sweep, thresholds_path, write_thresholds
     from traces.latency.table import BATCH_FREE_SAID
@@ -233,7 +233,7 @@ def sweep(
         write_rows(also, frame.to_dict("records"), "sweep", tables=lambda: [shown])
     if recording.source is not None:
         rows["drafts"] = recorded.source
-    best = fastest_by_point(fit)
+    best = fastest(fit)
     note(f"{title}: {headline(best)}")
     if assumed:
         by = [name for name in ("gpu", "policy") if name in rows]
@@ -292,12 +292,12 @@ def _draw(
     ``assumed`` are the latencies that are taken to cost the same at every batch.
     """
     from simulator.plots.look import save_all_kinds
-    from simulator.plots.whatif import NOTHING, figures, tables_shown
+    from simulator.plots.whatif import NOTHING, figures, tables_of
 
     drawn = figures(rows)
     if not drawn:
         note(NOTHING)
-    ends = {end: at for end, at in tables_shown(rows).items() if end}
+    ends = {end: at for end, at in tables_of(rows).items() if end}
     paths = []
     for name, figure in drawn.items():
         latency, gpu = next((at for end, at in ends.items() if name.endswith(end)), (None, None))
@@ -418,8 +418,7 @@ def headline(best: pd.DataFrame) -> str:
     axes the winners are counted, and the largest speedup is named. In brackets are the speedups
     and the ends of their 95% intervals.
     """
-    from policies.registry import NO_SPECULATION
-    from simulator.whatif.breakeven import VARYING
+    from simulator.whatif.breakeven import NO_SPECULATION, VARYING
 
     axes = [n for n in ("alpha_asked", *VARYING[1:]) if best[n].nunique(dropna=False) > 1]
     if best.empty:

@@ -130,7 +130,7 @@ def tune(
     from simulator.tune import launch
     from simulator.tune.costs import DEFAULT_LENGTHS
     from simulator.tune.search import Search
-    from simulator.tune.settings import json_lines, write_settings
+    from simulator.tune.settings import laid_out, write_settings
     from simulator.tune.single import ONE_REQUEST
     from simulator.unmeasured import said_free
 
@@ -221,7 +221,7 @@ def tune(
             'the recording does not name the drafter: add "model" to the setting before pasting it'
         )
     if setting_out:
-        print(json_lines(tuned.document))
+        print(laid_out(tuned.document))
     if not tried:
         say_launch(line, [target, drafter.model])
 

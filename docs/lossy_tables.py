@@ -5,7 +5,7 @@ from __future__ import annotations
 from commands.simulate.command import recorded_rounds
 from docs.reading import code, table
 from simulator.summary import accepted_mismatches, summarize
-from traces.store.outputs import find_runs, quality, read_real_run
+from traces.store.outputs import find_runs, quality, read_run
 from traces.store.recordings import folder_of
 
 HEAD = (
@@ -27,7 +27,7 @@ def lossy_rules(name: str) -> str:
     found = []
     for log, file in zip(logs, find_runs(folder or name), strict=True):
         row = summarize([log], latency).iloc[1]
-        seen = quality(read_real_run(file).outputs, trace)
+        seen = quality(read_run(file).outputs, trace)
         stood = accepted_mismatches(log)
         cells = (
             code(log.verify), len(log.requests),

@@ -163,7 +163,7 @@ class Study:
     table:
         A row for each point and policy (`simulator.whatif.cells.COLUMNS`).
     best:
-        A row for each point: its fastest policy (`simulator.whatif.breakeven.fastest_by_point`).
+        A row for each point: its fastest policy (`simulator.whatif.breakeven.fastest`).
     notes:
         Remarks on what the sweep leaves out or assumes.
     """
@@ -554,7 +554,7 @@ def sweep(
     """
     from simulator.executors import Local
     from simulator.unmeasured import free_hosts, said_free, said_outside
-    from simulator.whatif.breakeven import fastest_by_point
+    from simulator.whatif.breakeven import fastest
     from simulator.whatif.cells import Prices, fitting
     from simulator.whatif.sweep import Sweep
     from traces.operators.devices import find_device
@@ -580,7 +580,7 @@ def sweep(
     fit, large = fitting(frame, prices, recording.trace)
     notes += [*large, *said_outside(_rows(fit))]
     notes += said_free(free_hosts((at.table for at in prices.tables), chosen.values()))
-    return Study(frame, fastest_by_point(fit), tuple(notes))
+    return Study(frame, fastest(fit), tuple(notes))
 
 
 def _recording(

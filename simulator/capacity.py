@@ -29,7 +29,6 @@ from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
 from simulator.serving.study import ServingRunner, break_even_load, over_rates
 from traces.acceptance.trace import Trace
-from traces.aliases import Say, silent
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 
@@ -149,9 +148,9 @@ class PointVerdict:
 
 
 Found = TypeVar("Found")
-PointSearch = Generator[Sequence[Point], PointVerdict, Found]
+Search = Generator[Sequence[Point], PointVerdict, Found]
 """Yields the replications of a point, is sent what came of them, returns what it looked for."""
-RunsMade = Callable[[int, str], None]
+Progress = Callable[[int, str], None]
 """Called with the runs there are, and a word on the one just finished."""
 
 
@@ -172,7 +171,7 @@ class Points:
 
     def __init__(
         self, runner: PointRunner, executor: Executor | None = None,
-        kept: ResultsFile | None = None, progress: RunsMade = silent,
+        kept: ResultsFile | None = None, progress: Progress | None = None,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.executor = executor or Local(1)
@@ -182,7 +181,7 @@ class Points:
         for row in kept.kept.values() if kept is not None else ():
             self._know(restored(row))
 
-    def drive(self, searches: Mapping[str, PointSearch[Found]]) -> dict[str, Found]:
+    def drive(self, searches: Mapping[str, Search[Found]]) -> dict[str, Found]:
         """Run searches to their ends; the points that they wait for run together.
 
         Raises DraftsimError if a point fails, or was lost with its worker.
@@ -210,8 +209,9 @@ class Points:
             self._know(outcome)
             if self._file is not None:
                 self._file.add(outcome)
-            at = f"{outcome['policy']}, {outcome['replicas']} x at {outcome['rate']:.3g}/s"
-            self.progress(len(self._known), at)
+            if self.progress is not None:
+                at = f"{outcome['policy']}, {outcome['replicas']} x at {outcome['rate']:.3g}/s"
+                self.progress(len(self._known), at)
 
     def _know(self, outcome: Mapping[str, Any]) -> None:
         self._known[Point(*(outcome[name] for name in Point._fields))] = outcome
@@ -323,7 +323,7 @@ class Answer:
     """The rate up to which that many replicas keep the targets; infinite if none is too much."""
 
 
-def find_start(ask: Ask, at_once: int) -> PointSearch[Start]:
+def find_start(ask: Ask, at_once: int) -> Search[Start]:
     """Find roughly the highest rate at which one replica meets the SLO, if there is one.
 
     The replica serves `at_once` requests at a time.
@@ -348,7 +348,7 @@ def find_start(ask: Ask, at_once: int) -> PointSearch[Start]:
 
 def find_answer(
     ask: Ask, rate: float, limit: float, most: int, horizon: Callable[[int], int | None]
-) -> PointSearch[Answer]:
+) -> Search[Answer]:
     """Find the fewest replicas at `rate`, their interval, and the highest rate that they sustain.
 
     A replica sustains about `limit` requests/s.  At most `most` replicas are tried; ``horizon(n)``
@@ -388,7 +388,7 @@ def find_answer(
     return Answer(verdicts[count], count, low, high, too_much)
 
 
-def find_shares(ask: Ask, rates: Sequence[float], requests: int) -> PointSearch[list[float]]:
+def find_shares(ask: Ask, rates: Sequence[float], requests: int) -> Search[list[float]]:
     """Find the share of requests within the SLO at each of `rates` per replica."""
     found = []
     for rate in rates:
@@ -400,7 +400,7 @@ def find_shares(ask: Ask, rates: Sequence[float], requests: int) -> PointSearch[
 def find_curve(
     ask: Ask, found: Answer, rate: float, counts: Sequence[int],
     horizon: Callable[[int], int | None],
-) -> PointSearch[list[tuple[int, float]]]:  # fmt: skip
+) -> Search[list[tuple[int, float]]]:  # fmt: skip
     """Find pairs of replicas and the highest rate at which they meet the SLO, ascending.
 
     Empty if the SLO is met at every rate.  The pairs are made consistent with the answer at `rate`,
@@ -428,7 +428,7 @@ def find_curve(
 def _asked(
     search: Generator[Value, bool, Found], points: Callable[[Value], Sequence[Point]],
     verdicts: dict[Value, PointVerdict],
-) -> PointSearch[Found]:  # fmt: skip
+) -> Search[Found]:  # fmt: skip
     """Simulate the points that a search asks for and that `verdicts` lacks, and add them there."""
     try:
         value = next(search)
@@ -548,7 +548,7 @@ def plan(
     rate: float | None, *, rule: VerifyRule | None = None,
     requests: int | None = None, most: int = 1024, gpus: int = 1, price: float | None = None,
     curve: bool = False, executor: Executor | None = None, path: str | Path | None = None,
-    progress: RunsMade = silent, say: Say = silent,
+    progress: Progress | None = None, say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the fewest replicas that meet the SLO at `rate` requests/s, a row per policy.
 

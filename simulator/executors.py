@@ -20,10 +20,9 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, Self, TypeVar
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
-from traces.aliases import Count, silent
-from traces.errors import DraftsimError, missing_packages
-from traces.once import once_per
+from traces.errors import DraftsimError, missing
 
 Part = TypeVar("Part")
 Part_contra = TypeVar("Part_contra", contravariant=True)
@@ -82,7 +81,9 @@ class Local:
             n_jobs=jobs, return_as="generator_unordered", pre_dispatch="2*n_jobs"
         )
         # Workers still have what they unpacked of a runner that is run again.
-        packed = _packed(runner)
+        if runner not in _packed:
+            _packed[runner] = _Packed(runner)
+        packed = _packed[runner]
         try:
             yield from pool(joblib.delayed(_numbered)(packed, i, p) for i, p in enumerate(parts))
         except TerminatedWorkerError as error:
@@ -120,7 +121,7 @@ class Cluster:
         try:
             import distributed
         except ImportError:
-            raise missing_packages(["dask", "distributed"], "--cluster") from None
+            raise missing(["dask", "distributed"], "--cluster") from None
         dask: Any = distributed  # untyped
         try:
             self._client = dask.Client(self.address, timeout=self.timeout_s, set_as_default=False)
@@ -191,7 +192,7 @@ class _Packed:
         return _unpacked[self.name].run(part)
 
 
-_packed = once_per(_Packed)
+_packed: WeakKeyDictionary[Any, _Packed] = WeakKeyDictionary()
 _unpacked: dict[str, Any] = {}
 """In a worker process, the runner of its last part."""
 
@@ -205,7 +206,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-PartCalls = Sequence[Callable[[], Any]]
+Parts = Sequence[Callable[[], Any]]
 
 MOST = 8
 """Processes of an answer: each takes some milliseconds to fork."""
@@ -223,7 +224,7 @@ def results_of(
     parts: Sequence[Callable[[], Result]],
     tokens: int,
     shared: Sequence[object] = (),
-    progress: Count = silent,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Result]:
     """Return the results of `parts`, in their order.
 
@@ -300,9 +301,7 @@ def _may_fork() -> bool:
     return threading.active_count() == 1 and parent_process() is None
 
 
-def _help(
-    owner: int, parts: PartCalls, queue: int, file: io.FileIO, shared: Sequence[object]
-) -> None:
+def _help(owner: int, parts: Parts, queue: int, file: io.FileIO, shared: Sequence[object]) -> None:
     """Take parts until none is left, and write their places and results to `file`."""
     # It ends without a word: the process that it belongs to has the last one.
     for number in SIGNALS:
@@ -317,7 +316,7 @@ def _help(
             file.write(packed.getbuffer())
 
 
-def _taken(parts: PartCalls, queue: int) -> Iterator[tuple[int, Any]]:
+def _taken(parts: Parts, queue: int) -> Iterator[tuple[int, Any]]:
     """Yield (place, result) of parts that no other process took and that need no repetition."""
     # The place in the file is one for all processes: who reads a number has it alone.
     while number := os.read(queue, NUMBER):

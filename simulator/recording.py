@@ -25,7 +25,7 @@ from traces.sources.base import Source
 from traces.sources.found import engine_source, find_recordings, own_source
 from traces.sources.recording import Recordings
 from traces.sources.registry import DRAFT_MODEL, parse_source
-from traces.sources.replay import check_same_layers, rule_of_source
+from traces.sources.replay import check_rule, check_same_layers
 from traces.store.identity import (
     ROLES,
     engine_head,
@@ -157,7 +157,7 @@ class Recording:
         """
         rule = load_rule(verify, memory)
         if (source := self.stream or self.source) is not None:
-            rule_of_source(rule, source, self.outputs)
+            check_rule(rule, source, self.outputs)
         return rule
 
     def alike(

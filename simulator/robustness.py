@@ -11,7 +11,6 @@ from policies.arrays import Floats
 from policies.batch.base import SingleStream
 from policies.core import DraftPolicy
 from policies.from_file import Cut, split_name
-from policies.registry import PLAIN
 from policies.spec import describe_spec, parameters
 from simulator.chosen import load_policies
 from simulator.pricing import autoregressive, price
@@ -138,7 +137,7 @@ def families_of(
         inner: Any = getattr(policy, "policy", policy)
         start = parameters(type(inner)).get("gamma")
         if start is None or not isinstance(inner.gamma, int):
-            if name != PLAIN:
+            if name != "autoregressive":
                 without.append(name)
             continue
         make = _starting_from(policy, longest)

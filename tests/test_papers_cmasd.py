@@ -21,7 +21,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.sources.methods import CMASD_ABLATION, FIXED_TAUS, METHODS, Method, mean_tau, resolved
-from traces.store.outputs import find_run, find_runs, read_real_run
+from traces.store.outputs import find_run, find_runs, read_run
 from traces.store.recordings import find_trace, folder_of
 
 
@@ -35,7 +35,7 @@ def recorded() -> Ours:
     """The shipped pair with its runs that were decoded for real."""
     folder = folder_of("bundled")
     assert folder is not None
-    runs = [read_real_run(file) for file in find_runs(folder)]
+    runs = [read_run(file) for file in find_runs(folder)]
     return Ours(find_trace("bundled"), LATENCY, runs)
 
 

@@ -30,7 +30,7 @@ from traces.errors import DraftsimError
 from traces.replay.corrections import calibrated, rejected_pairs, split_requests
 from traces.replay.ruled import RuleReplayDecoder, score_lists
 from traces.replay.run import replay
-from traces.store.outputs import find_run, find_runs, read_real_run, write_real_run
+from traces.store.outputs import find_run, find_runs, read_run, write_run
 
 EXACT = (
     "csd:threshold=inf", "csd-ocm:threshold=inf", "spec-verification:beta=1,tau=0",
@@ -235,8 +235,8 @@ def test_a_sampled_run_is_not_taken_for_a_greedy_one(tmp_path: Path) -> None:
     for trace in (greedy, sampled):
         planned, measured = decode("lossy-global", trace, "fixed:gamma=4")
         about = {"sampling": trace.sampling.meta}
-        write_real_run(real_run(bundled.pair(), greedy, planned, measured, about), tmp_path)
-    runs = [read_real_run(file) for file in find_runs(tmp_path)]
+        write_run(real_run(bundled.pair(), greedy, planned, measured, about), tmp_path)
+    runs = [read_run(file) for file in find_runs(tmp_path)]
     assert len(runs) == 2
     assert planned.rule is not None
     for trace in (greedy, sampled):

@@ -9,25 +9,24 @@ import numpy as np
 import pytest
 
 from profiler.checks.spot_check import real_run
-from profiler.recording.run import RunInfo
-from profiler.recording.run import write_run as write_info
+from profiler.recording.run import RunInfo, write_info
 from tests import bundled
 from tests.conftest import Run
 from tests.rule_runs import decode, short_trace
 from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
 from traces.store.files import write_latency, write_trace
-from traces.store.outputs import file_name, find_runs, quality, read_real_run, write_real_run
+from traces.store.outputs import file_name, find_runs, quality, read_run, write_run
 
 
 def test_runs_are_kept_with_their_outputs(tmp_path: Path) -> None:
     trace = short_trace()
     planned, measured = decode("lossy-global", trace)
     run = real_run(bundled.pair(), trace, planned, measured, {"note": "here"})
-    path = write_real_run(run, tmp_path)
+    path = write_run(run, tmp_path)
     assert path.stem == file_name(run.log) == "fixed_gamma-5+lossy-global"
     assert find_runs(tmp_path) == [path]
-    again = read_real_run(path)
+    again = read_run(path)
     np.testing.assert_array_equal(again.log.rounds, run.log.rounds)
     np.testing.assert_array_equal(again.log.mismatched, run.log.mismatched)
     assert list(again.outputs) == list(run.outputs)
@@ -36,10 +35,10 @@ def test_runs_are_kept_with_their_outputs(tmp_path: Path) -> None:
     assert quality(again.outputs, trace) == quality(run.outputs, trace)
     path.with_suffix(".json").write_text("{")
     with pytest.raises(FileError, match="record the run again"):
-        read_real_run(path)
+        read_run(path)
     path.with_suffix(".json").unlink()
     with pytest.raises(FileError, match="profile --verify"):
-        read_real_run(path)
+        read_run(path)
 
 
 def test_quality_of_the_greedy_output_is_perfect() -> None:
@@ -79,7 +78,7 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
     code, _, said = call(*again, *rule)
     assert code == 0, said
     [path] = find_runs(tmp_path)
-    kept = read_real_run(path)
+    kept = read_run(path)
     assert (kept.log.policy, kept.log.verify) == ("fixed:gamma=4", "csd:threshold=0")
     assert kept.meta["memory_file"] == "memory.npz"
     assert len(kept.meta["memory"]["sizes"]) == 3
@@ -118,7 +117,7 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
     damaged.with_suffix(".json").unlink()
     code, _, said = call(*again, *more)
     assert (code, "finished and kept:" in said.replace("is complete", "")) == (0, False), said
-    read_real_run(damaged)
+    read_run(damaged)
 
     for wrong, what in (
         ((*again, "--verify", "exact"), "is lossless"),

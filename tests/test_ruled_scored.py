@@ -22,7 +22,7 @@ from tests.rule_runs import decode, short_trace
 from traces.errors import DraftsimError
 from traces.replay.quality import final_number
 from traces.store.files import read_trace
-from traces.store.outputs import find_runs, quality, read_real_run, write_real_run
+from traces.store.outputs import find_runs, quality, read_run, write_run
 
 LIMIT = 32
 ENDED, WRONG, CUT, BARE = "method-05", "function-11", "reference-01", "header-03"
@@ -101,15 +101,15 @@ def test_files_from_before_there_were_scores_still_read(tmp_path: Path) -> None:
     trace = short_trace()
     planned, measured = decode("csd:threshold=inf", trace)
     run = real_run(bundled.pair(), trace, planned, measured, {}, {trace.requests[0].id: "7"})
-    path = write_real_run(run, tmp_path)
-    assert [o.solved is None for o in read_real_run(path).outputs] == [False, True, True]
+    path = write_run(run, tmp_path)
+    assert [o.solved is None for o in read_run(path).outputs] == [False, True, True]
     assert quality(run.outputs, trace).score == "solved 0 of 1 (greedy 0 of 1)"
     document = json.loads(path.with_suffix(".json").read_text())
     for output in document["outputs"]:
         del output["solved"], output["greedy_solved"]
     document.pop("sha256", None)
     path.with_suffix(".json").write_text(json.dumps(document))
-    old = read_real_run(path)
+    old = read_run(path)
     assert {(o.solved, o.greedy_solved) for o in old.outputs} == {(None, None)}
     seen = quality(old.outputs, trace)
     assert (seen.scored, seen.solved, seen.solved_greedy, seen.score) == (0, 0, 0, "")
@@ -159,7 +159,7 @@ def test_the_commands_say_how_many_prompts_are_solved(run: Run, made: Made, tmp_
     lenient = ("--verify", "lossy-global:tau=0.01", "--policy", "fixed:gamma=4")
     for rule in (same, lenient):
         ran = run(*made.options, *rule).ok()
-    runs = [read_real_run(path) for path in find_runs(folder)]
+    runs = [read_run(path) for path in find_runs(folder)]
     kept = {r.log.verify.partition(":")[0]: {o.id: o.solved for o in r.outputs} for r in runs}
     assert kept["csd"] == {ENDED: True, WRONG: False, CUT: False, BARE: None}
     assert kept["lossy-global"].keys() == kept["csd"].keys()
@@ -196,9 +196,9 @@ def test_a_category_is_decoded_again_beside_the_whole(run: Run, made: Made, tmp_
     ran = run(*made.options, "--category", "method", *rule).ok()
     [part] = set(find_runs(folder)) - {whole}
     assert part.stem == f"{whole.stem}+method"
-    assert [(o.id, o.solved) for o in read_real_run(part).outputs] == [(ENDED, True)]
-    assert read_real_run(part).meta["part"] == "method"
-    assert [o.id for o in read_real_run(whole).outputs] == [CUT, ENDED]
+    assert [(o.id, o.solved) for o in read_run(part).outputs] == [(ENDED, True)]
+    assert read_run(part).meta["part"] == "method"
+    assert [o.id for o in read_run(whole).outputs] == [CUT, ENDED]
     again = run(*made.options, "--category", "method", *rule)
     assert "is finished and kept:" in again.said
     # Each is judged on the prompts that it decoded, and in its own category.

@@ -17,7 +17,7 @@ from tests import bundled
 from tests.conftest import Run
 from tests.logs import write_rows
 from traces.errors import DraftsimError
-from traces.store.outputs import Output, find_runs, quality_of_code, read_real_run, write_outputs
+from traces.store.outputs import Output, find_runs, quality_of_code, read_run, write_outputs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 
@@ -60,7 +60,7 @@ def test_code_is_run_when_asked_for_and_shown(
     monkeypatch.setattr(sandbox, "judge_code", counted)
     assert run(*options, *RULE).code == 0
     [file] = find_runs(folder)
-    recorded = read_real_run(file)
+    recorded = read_run(file)
     assert asked == []
     assert {(o.passed, o.greedy_passed) for o in recorded.outputs} == {(None, None)}
     rounds = ("simulate", "--rounds", folder, "--resamples", 5)
@@ -76,12 +76,12 @@ def test_code_is_run_when_asked_for_and_shown(
     said = ran.said
     assert "is finished and kept:" in said
     assert "code passes for 1 of 2 prompts (greedy 1)" in said
-    scored = [(o.passed, o.greedy_passed) for o in read_real_run(file).outputs]
+    scored = [(o.passed, o.greedy_passed) for o in read_run(file).outputs]
     assert scored == [(False, True), (True, False), (None, None)]
     assert len(asked) == 4
     # Without a rule the folder's own outputs are run again, and nothing is decoded or recorded.
     ran = run(*options, "--run-code").ok()
-    assert [(o.passed, o.greedy_passed) for o in read_real_run(file).outputs] == scored
+    assert [(o.passed, o.greedy_passed) for o in read_run(file).outputs] == scored
 
     plain, row = run(*rounds, "--json", "-").rows
     assert (row["tested"], row["passed"], row["passed_greedy"]) == (2, 1, 1)

@@ -19,8 +19,8 @@ from profiler.recording.run import (
     NAME,
     RunInfo,
     claimed,
-    only_writer_of_run,
-    read_run,
+    only_writer,
+    read_info,
 )
 from tests.conftest import SMALL_PROFILE, Run
 from tests.forked import forked
@@ -41,7 +41,7 @@ def folder(small_run: Path, tmp_path: Path) -> Path:
 
 
 def test_files_of_a_run_share_an_identity(small_run: Path) -> None:
-    run_id = read_run(small_run).run_id
+    run_id = read_info(small_run).run_id
     assert run_id
     assert read_trace(small_run / "trace.parquet").meta["run_id"] == run_id
     assert read_latency(small_run / "latency.parquet").meta["run_id"] == run_id
@@ -85,7 +85,7 @@ def test_a_damaged_run_file_is_named_before_any_work(
     fields = json.loads((folder / NAME).read_text())
     (folder / NAME).write_text(json.dumps({**fields, **changed}))
     with pytest.raises(DraftsimError, match=message):
-        read_run(folder)
+        read_info(folder)
 
 
 def _with_trace(folder: Path, trace: Trace) -> None:
@@ -228,10 +228,10 @@ def test_a_finished_folder_is_recorded_over_only_with_force(folder: Path, run: R
     assert run(*SMALL_PROFILE, "--out", folder).code == 0
     assert (folder / "trace.parquet").read_bytes() == before["trace.parquet"]
     find_latency(folder)
-    old = read_run(folder).run_id
+    old = read_info(folder).run_id
     anew = ("--max-gamma", "3", "--limit", "1", "--force")
     assert run(*SMALL_PROFILE, *anew, "--out", folder).code == 0
-    assert read_run(folder).run_id != old
+    assert read_info(folder).run_id != old
     assert read_trace(folder / "trace.parquet").max_gamma == 3
     assert not list(folder.glob("starts-*"))
     find_latency(folder)
@@ -294,31 +294,31 @@ def test_another_pair_does_not_get_the_folder(folder: Path) -> None:
     other = RunInfo("elsewhere", "bundled", threads=1)
     with pytest.raises(DraftsimError, match=r"another pair.*--force"):
         claimed(other, folder)
-    assert claimed(other, folder, force=True).run_id != read_run(folder).run_id
+    assert claimed(other, folder, force=True).run_id != read_info(folder).run_id
 
 
 def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
     folder, said = tmp_path / "run", tmp_path / "said"
 
     def second() -> None:
-        with pytest.raises(DraftsimError) as refused, only_writer_of_run(folder):
+        with pytest.raises(DraftsimError) as refused, only_writer(folder):
             pass
         said.write_text(str(refused.value))
 
-    with only_writer_of_run(folder):
+    with only_writer(folder):
         assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
         with forked(second):
             pass
         assert f"is being written by process {os.getpid()} on " in said.read_text()
     assert not folder.exists()
-    with only_writer_of_run(folder):
+    with only_writer(folder):
         pass
 
 
 def test_a_lock_left_behind_holds_nobody_up(tmp_path: Path) -> None:
     # The system has released the lock of a process that was killed; its file is all that is left.
     (tmp_path / LOCK).write_text(json.dumps({"pid": 1, "host": "elsewhere", "since": "long ago"}))
-    with only_writer_of_run(tmp_path):
+    with only_writer(tmp_path):
         pass
 
 

@@ -147,9 +147,9 @@ def test_batches_really_decoded_are_compared_request_by_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    from commands.validate.batched import BatchCheck
+    from commands.validate.batched import BatchRuns
     from commands.validate.flow import CheckedPair
-    from profiler.recording.run import RunInfo, write_run
+    from profiler.recording.run import RunInfo, write_info
     from tests.bundled import pair, record
     from traces.store.engine_runs import read_measured
     from traces.store.files import write_latency, write_trace
@@ -157,10 +157,10 @@ def test_batches_really_decoded_are_compared_request_by_request(
     trace = record(4, max_new=16)
     write_trace(trace, tmp_path / "trace.parquet")
     write_latency(grid(), tmp_path / "latency.parquet")
-    write_run(RunInfo("bundled", "bundled"), tmp_path)
+    write_info(RunInfo("bundled", "bundled"), tmp_path)
     monkeypatch.setattr(RunInfo, "load", lambda self: pair())
     names = ["fixed:gamma=3", "svip", "confidence-freeze", "batch-table"]
-    rows = BatchCheck(CheckedPair(run=tmp_path, policy=names, repeats=1), "1,3").rows()
+    rows = BatchRuns(CheckedPair(run=tmp_path, policy=names, repeats=1), "1,3").rows()
     assert rows[["batch", "policy"]].apply(tuple, axis=1).tolist() == [
         (b, p) for b in (1, 3) for p in ("autoregressive", *names)
     ]
@@ -171,4 +171,4 @@ def test_batches_really_decoded_are_compared_request_by_request(
     kept = read_measured(tmp_path / "measured_batches.parquet").times
     assert set(kept["batch"]) == {1, 3}
     with pytest.raises(DraftsimError, match="beyond the largest batch measured, 4"):
-        BatchCheck(CheckedPair(run=tmp_path, policy=names), "8")
+        BatchRuns(CheckedPair(run=tmp_path, policy=names), "8")

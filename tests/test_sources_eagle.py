@@ -34,7 +34,7 @@ from tests.outputs import greedy, trace_of
 from tests.replayed import run_as_replayed, run_source
 from tests.shared import made_once
 from traces.errors import DraftsimError, TailError
-from traces.latency.table import LatencyTable, as_cells
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.calls import DRAFTER, Counted, pack_counted
 from traces.sources import (
     Eagle,
@@ -258,8 +258,9 @@ def test_passes_of_the_target_after_a_drafter_are_no_passes_by_themselves(case: 
     assert AFTER_DRAFTER not in set(cells["phase"])
 
 
-TARGET = as_cells(
-    [("target", "forward", 1, n, c, 0.01 + 1e-4 * n, 0.0, 1) for n in (1, 9) for c in (8, 64)]
+TARGET = pd.DataFrame(
+    [("target", "forward", 1, n, c, 0.01 + 1e-4 * n, 0.0, 1) for n in (1, 9) for c in (8, 64)],
+    columns=list(CELL_COLUMNS),
 )
 
 
@@ -270,7 +271,7 @@ def test_two_drafters_of_a_kind_cost_what_each_costs(case: Case) -> None:
         (f"eagle.{name}", "forward", 1, n, c, s * (1e-3 + 1e-4 * n + 1e-6 * c), 0.0, 1)
         for name, s in (("quick", 1.0), ("slow", 3.0)) for n in (1, 2, 9) for c in (8, 64)
     ]  # fmt: skip
-    own = as_cells(rows)
+    own = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
     table = LatencyTable(pd.concat([TARGET, own], ignore_index=True), {})
     quick, slow = (
         price(replay_source(case.trace, Eagle(name), Fixed(3), recordings=both), table)

@@ -30,7 +30,7 @@ from traces.replay.run import replay
 from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import read_measured
 from traces.store.files import read_latency
-from traces.store.outputs import find_runs, read_real_run
+from traces.store.outputs import find_runs, read_run
 
 LEARNERS = (
     "confidence:roc_update=next_call", "ucb:learns_across_requests=true",
@@ -279,14 +279,14 @@ def test_a_stopped_decoding_under_a_rule_goes_on(
     command = ("profile", *bundled.named(), "--prompts", "unused", "--out", folder)
     whole_folder = Path(shutil.copytree(folder, folder.parent / "whole"))
     run(*command[:-1], whole_folder, *LOSSY).ok()
-    [expected] = map(read_real_run, find_runs(whole_folder))
+    [expected] = map(read_run, find_runs(whole_folder))
     place = stopped(folder, run, LOSSY, monkeypatch, command, after=1)
     assert not find_runs(folder)
     opened.clear()
     ran = run(*command, *LOSSY).ok()
     assert f"continues after 1 of 2 runs: remove {place} to start again" in ran.said
     assert opened.count("fixed:gamma=2") == 1
-    [again] = map(read_real_run, find_runs(folder))
+    [again] = map(read_run, find_runs(folder))
     np.testing.assert_array_equal(again.log.rounds, expected.log.rounds)
     assert list(again.outputs) == list(expected.outputs)
     assert again.meta["memory"] == expected.meta["memory"]
@@ -302,7 +302,7 @@ def test_what_was_decoded_is_kept_until_it_is_written(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("traces.store.outputs.write_real_run", full)
+        patch.setattr("traces.store.outputs.write_run", full)
         assert run(*command).code == 2
     opened.clear()
     assert "continues after 2 of 2 runs" in run(*command).ok().said

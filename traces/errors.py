@@ -18,7 +18,7 @@ EXTRAS = {
 """Packages that draftsim can do without, by the extra that installs them."""
 
 
-def missing_packages(packages: Sequence[str], what: str) -> DraftsimError:
+def missing(packages: Sequence[str], what: str) -> DraftsimError:
     """Return the error that `what` needs packages that are not installed, with their extra."""
     extras = [extra for extra, names in EXTRAS.items() if set(names) & set(packages)]
     return DraftsimError(

@@ -294,10 +294,10 @@ def latency(models: Models, timing: TimedPasses, out: RunOption) -> None:
     The recordings of the folder are kept, and its latencies are replaced.
     """
     from profiler.profile import Settings
-    from profiler.recording.run import claimed, only_writer_of_run
+    from profiler.recording.run import claimed, only_writer
 
     settings = Settings(grid=timing.grid)
-    with only_writer_of_run(out):
+    with only_writer(out):
         recording.measure_latency(claimed(models.info, out), out, settings, timing.max_context)
 
 
@@ -306,9 +306,9 @@ def signals(models: Models, out: RunOption) -> None:
 
     The draft model reads the recorded texts; nothing is decoded again.
     """
-    from profiler.recording.run import claimed, only_writer_of_run
+    from profiler.recording.run import claimed, only_writer
 
-    with only_writer_of_run(out):
+    with only_writer(out):
         recording.add_signals(claimed(models.info, out), out)
 
 
@@ -332,12 +332,12 @@ def engine(
     find_engine(engine.engine).check_installed()  # before what needs torch, which comes with it
     engine.check_graphs()
     from commands.engine.profile import profile_engine
-    from profiler.recording.run import only_writer_of_run
+    from profiler.recording.run import only_writer
 
     drafters = (engine.draft, engine.engine_eagle)
     draft, eagle = (None if name is None else kept_name(name) for name in drafters)
     options = engine.options(kept_name(target), draft, eagle, dtype, threads)
-    with only_writer_of_run(out):
+    with only_writer(out):
         # An engine without a drafter gains most from graphs: it replays a full one at every step.
         plain = engine.defaults or engine.cudagraph_mode is not None
         profile_engine(engine.engine, options, out, engine.minutes, plain)
@@ -352,10 +352,10 @@ def _claimed(
 
     Raises DraftsimError if the folder is another pair's, or another process writes there.
     """
-    from profiler.recording.run import claimed, only_writer_of_run
+    from profiler.recording.run import claimed, only_writer
 
     settings = texts.settings(timing)
-    with only_writer_of_run(out):
+    with only_writer(out):
         yield recording.RecordingJob(
             claimed(models.info, out, force), texts.prompts, out, settings, texts.limit,
             categories=texts.category or [], max_context=timing.max_context, given=given,

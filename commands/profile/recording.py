@@ -332,7 +332,7 @@ def decode_again(
     from profiler.checks.spot_check import real_run, run_requests
     from profiler.prompts import prompts_held, read_prompts
     from traces.store.files import read_trace
-    from traces.store.outputs import write_real_run
+    from traces.store.outputs import write_run
 
     out, file, pair = recording.out, recording.prompts, recording.pair
     greedy = read_trace(out / "trace.parquet")
@@ -364,7 +364,7 @@ def decode_again(
                 }  # fmt: skip
                 provenance |= {"part": part} if part else {}
                 run = real_run(pair, greedy, one, measured, provenance, answers)
-                note(f"wrote {write_real_run(run, out)}")
+                note(f"wrote {write_run(run, out)}")
             say_memory([run.log])
 
 
@@ -389,7 +389,7 @@ def score_code(recording: RecordingJob) -> None:
     from profiler.checks.sandbox import judge_code
     from profiler.prompts import prompts_held, read_prompts
     from traces.store.files import read_trace
-    from traces.store.outputs import find_runs, quality_of_code, read_real_run, write_outputs
+    from traces.store.outputs import find_runs, quality_of_code, read_run, write_outputs
 
     out, trace = recording.out, read_trace(recording.out / "trace.parquet")
     tasks = _tasks(prompts_held(trace, read_prompts(recording.prompts), recording.pair))
@@ -404,7 +404,7 @@ def score_code(recording: RecordingJob) -> None:
         own, greedy = (passes(output.id, text) for text in (output.text, output.reference))
         return replace(output, passed=own, greedy_passed=greedy)
 
-    runs = {file: read_real_run(file) for file in find_runs(out)}
+    runs = {file: read_run(file) for file in find_runs(out)}
     with progress_bar() as progress:
         task = progress.add_task("running code", total=sum(len(r.outputs) for r in runs.values()))
         for file, run in runs.items():
@@ -441,12 +441,12 @@ def part_of(
 
 def _is_kept(out: Path, planned: PlannedPolicy, trace: Trace) -> bool:
     """Return True if the run folder holds what `planned` decodes of `trace`."""
-    from traces.store.outputs import find_run, find_runs, read_real_run
+    from traces.store.outputs import find_run, find_runs, read_run
 
     assert planned.rule is not None
     for file in find_runs(out):
         try:
-            run = read_real_run(file)
+            run = read_run(file)
         except FileError:
             continue  # damaged: decoded again
         if find_run([run], planned.policy, planned.rule, trace) is not None:

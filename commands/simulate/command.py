@@ -29,7 +29,7 @@ from commands.common.progress import working
 from commands.common.quiet import say_disturbed
 from commands.common.written import Shown
 from policies.registry import PLAIN
-from traces.errors import DraftsimError, missing_packages
+from traces.errors import DraftsimError, missing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,7 +122,7 @@ def simulate(
     from simulator.whatif.ranking import Ranking, lossless
     from traces.replay.calls import drafting_always
     from traces.sources.replay import runs_layers
-    from traces.store.outputs import find_runs, read_real_run
+    from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
 
     phases = [Phase.parse(text) for text in phase or ()]
@@ -158,7 +158,7 @@ def simulate(
                 f"{rounds}: drop it"
             )
         table = drafting_always(table, inputs.always_draft)
-        runs = [read_real_run(file) for file in find_runs(rounds)]
+        runs = [read_run(file) for file in find_runs(rounds)]
         found: list[list[dict[str, Any]]] = []
         groups = predict.same_requests(logs)
         rivals = [_in_rounds(against, group) for group in groups]
@@ -217,7 +217,7 @@ def simulate(
         by_phase = phase_rows(own_texts, recorded, phases, found_phases, resamples)
     if recording.stream is None:
         folder = None if recording.observed else folder_of(inputs.trace)
-        runs = [read_real_run(file) for file in find_runs(folder)] if folder is not None else []
+        runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
         rows = predict.with_quality(rows, runs, recorded)
     _emit(
         rows, json, out, by_name, recording.said, by_phase, gains=against is not None
@@ -392,7 +392,7 @@ def token_text(folder: Path | None, trace: Trace) -> Callable[[int], str] | None
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise missing_packages(["tokenizers"], "--tokenizer") from None
+        raise missing(["tokenizers"], "--tokenizer") from None
     tokenizer = Tokenizer.from_file(str(path))
     known = (trace.meta.get("tokenizer") or {}).get("vocab_size") or trace.vocab_size
     size = tokenizer.get_vocab_size()

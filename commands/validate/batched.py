@@ -10,7 +10,7 @@ import pandas as pd
 
 from commands.common.options import batch_sizes
 from commands.common.output import MEASURE_MORE, note
-from commands.validate.flow import CheckedPair, RealCheck, as_recorded
+from commands.validate.flow import CheckedPair, RealRuns, as_recorded
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ COUNTED = ["drafted", "accepted", "draft_forwards"]
 """Columns of a request's rounds that are compared, besides their number."""
 
 
-class BatchCheck(RealCheck):
+class BatchRuns(RealRuns):
     """Static batches of several sizes.
 
     ``rounds_differ`` counts requests whose rounds, drafted or accepted tokens were not the

@@ -15,8 +15,8 @@ from commands.common import options
 from commands.common.output import JsonOption, OutOption, emit, placed
 from commands.common.quiet import columns_shown
 from commands.engine.options import CheckedEngine
-from commands.validate.flow import CheckedPair, CheckedRun, RealCheck
-from commands.validate.spot_check import LossyCheck, SourceCheck, SpotCheck, say_verdict
+from commands.validate.flow import CheckedPair, CheckedRun, RealRuns
+from commands.validate.spot_check import LossyRuns, SourceRuns, SpotCheck, say_verdict
 from traces.errors import DraftsimError
 
 COPY = "the measured times are kept there, so copy it and name the copy"
@@ -36,17 +36,17 @@ RemeasureOption = Annotated[
 
 
 def check(
-    asked: CheckedPair, kind: Callable[[CheckedPair], RealCheck], policies: Sequence[str] | None,
+    asked: CheckedPair, kind: Callable[[CheckedPair], RealRuns], policies: Sequence[str] | None,
     remeasure: bool = False,
 ) -> None:  # fmt: skip
     """Run, compare and print a kind of check."""
-    from profiler.recording.run import only_writer_of_run, read_run
+    from profiler.recording.run import only_writer, read_info
 
     # Refused now where it is no run or may only be read, and not once torch is loaded or after
     # minutes of decoding.
-    read_run(asked.run, asked.trust_remote_code)
+    read_info(asked.run, asked.trust_remote_code)
     chosen = None if policies is None else [*policies]
-    with only_writer_of_run(asked.run, COPY):
+    with only_writer(asked.run, COPY):
         rows = kind(replace(asked, policy=chosen)).rows(remeasure)
     emit("validate", rows, asked.json, show=columns_shown(rows), out=asked.out)
     if asked.json is None:
@@ -78,7 +78,7 @@ def run(
     compared, and their seconds are left out.
     """
     policies, rule, systems = asked.methods()
-    kind: Callable[[CheckedPair], RealCheck] = partial(
+    kind: Callable[[CheckedPair], RealRuns] = partial(
         SpotCheck, forced=forced, sampled=sampled, assisted=assisted
     )
     if systems:
@@ -87,13 +87,13 @@ def run(
                 "methods with a draft source of their own are run greedily: drop --sampled and "
                 "--forced"
             )
-        kind = partial(SourceCheck, source=None)
+        kind = partial(SourceRuns, source=None)
     elif rule is not None:
         if forced or remeasure:
             raise DraftsimError(
                 f"the methods' rule {rule} changes the text: drop --forced and --remeasure"
             )
-        kind = partial(LossyCheck, verify=rule, memory=None, sampled=sampled)
+        kind = partial(LossyRuns, verify=rule, memory=None, sampled=sampled)
     check(asked, kind, policies, remeasure)
 
 
@@ -118,7 +118,7 @@ def sources(
             "no source is named: add --source NAME, or a --policy that has one of its own "
             "(`draftsim list --sources`)"
         )
-    check(asked, partial(SourceCheck, source=source), policies, remeasure)
+    check(asked, partial(SourceRuns, source=source), policies, remeasure)
 
 
 def batch(
@@ -135,7 +135,7 @@ def batch(
 
     A stopped check goes on where it stopped when the command is repeated.
     """
-    from commands.validate.batched import BatchCheck
+    from commands.validate.batched import BatchRuns
 
     policies, rule, systems = asked.methods()
     if rule is not None or systems:
@@ -143,7 +143,7 @@ def batch(
             "batches are drafted by the draft model and verified exactly: name policies that are "
             "no methods with a source or a rule of their own"
         )
-    check(asked, partial(BatchCheck, batch=batch, forced=forced), policies)
+    check(asked, partial(BatchRuns, batch=batch, forced=forced), policies)
 
 
 def lossy(
@@ -167,7 +167,7 @@ def lossy(
         )
     if rule is None:
         raise DraftsimError("no rule is named: add --verify RULE, csd where --memory is given")
-    kind = partial(LossyCheck, verify=rule, memory=memory, sampled=sampled)
+    kind = partial(LossyRuns, verify=rule, memory=memory, sampled=sampled)
     check(asked, kind, policies)
 
 
@@ -194,15 +194,15 @@ def engine(
     is how much slower the engine ran than its latencies say.
     """
     served.check(asked.policy, remeasure)
-    from commands.validate.engine import columns_checked, engine_check, say_checked
-    from profiler.recording.run import only_writer_of_run
+    from commands.validate.engine import columns_of, engine_check, say_checked
+    from profiler.recording.run import only_writer
 
     folder = asked.run
-    with only_writer_of_run(folder, COPY) if folder.is_dir() else nullcontext():
+    with only_writer(folder, COPY) if folder.is_dir() else nullcontext():
         found = engine_check(
             served, folder, source, asked.policy, asked.repeats, asked.limit, remeasure
         )
-    emit("validate", found, asked.json, show=columns_checked(served, remeasure), out=asked.out)
+    emit("validate", found, asked.json, show=columns_of(served, remeasure), out=asked.out)
     if asked.json is None:
         say_checked(served, found)
 

@@ -209,7 +209,7 @@ def _measured(
     return measured, controls
 
 
-def columns_checked(served: CheckedEngine, remeasure: bool) -> Sequence[str]:
+def columns_of(served: CheckedEngine, remeasure: bool) -> Sequence[str]:
     """Return the columns that the printed table of a check has."""
     if served.synthetic is not None:
         return check.SYNTHETIC

@@ -67,7 +67,7 @@ class CheckedPair(CheckedRun):
         return policies, rule, bool(split_systems(policies)[1])
 
 
-class RealCheck:
+class RealRuns:
     """A check: policies that are decoded for real, and what is predicted of them.
 
     The constructor reads the run folder and refuses what cannot be run, before a model is loaded.
@@ -103,13 +103,13 @@ class RealCheck:
 
     def __init__(self, given: CheckedPair, sampled: bool = False, forced: bool = False) -> None:
         from profiler.prompts import chosen_of
-        from profiler.recording.run import read_run
+        from profiler.recording.run import read_info
         from traces.store.files import read_latency, read_trace
 
         self.given, self.forced = given, forced
         # `draftsim report` reads the times of greedy runs: no others may replace them.
         self.file = f"{self.name}{'-sampled' * sampled}{'-forced' * forced}.parquet"
-        self.info = read_run(given.run, given.trust_remote_code)
+        self.info = read_info(given.run, given.trust_remote_code)
         self.whole = read_trace(given.run / ("sampled.parquet" if sampled else "trace.parquet"))
         self.latency = read_latency(given.run / "latency.parquet")
         times = Counter(request.id for request in self.whole.requests)
@@ -243,7 +243,7 @@ class Remeasured:
     check goes on with both.
     """
 
-    def __init__(self, check: RealCheck, expected_s: float, kept: Checkpoint) -> None:
+    def __init__(self, check: RealRuns, expected_s: float, kept: Checkpoint) -> None:
         from commands.profile.sources import timed_layers
         from profiler.latency.table import Grid, sizes_of
         from profiler.profile import LatencyProfile

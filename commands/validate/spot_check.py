@@ -12,7 +12,7 @@ import pandas as pd
 
 from commands.common.output import note, say_memory, say_unjudged
 from commands.common.quiet import say_texts
-from commands.validate.flow import REMEDY, CheckedPair, RealCheck, as_recorded
+from commands.validate.flow import REMEDY, CheckedPair, RealRuns, as_recorded
 from policies.registry import PLAIN
 from traces.errors import DraftsimError, SignalError, TailError
 
@@ -51,7 +51,7 @@ ASSISTED = {
 """transformers' schedules: the policy that replays each, and its generation settings."""
 
 
-class SpotCheck(RealCheck):
+class SpotCheck(RealRuns):
     """One request at a time, drafted by the draft model.
 
     A request whose text diverged from the recorded one is counted in ``texts_diverged``: its rounds
@@ -184,7 +184,7 @@ def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) ->
         )
 
 
-class SourceCheck(RealCheck):
+class SourceRuns(RealRuns):
     """One request at a time, with a source of drafts and with named methods.
 
     The rows also have the column ``source``.
@@ -282,7 +282,7 @@ class SourceCheck(RealCheck):
         return rows.assign(source=rows["policy"].map({log.policy: log.source for log in self.logs}))
 
 
-class LossyCheck(RealCheck):
+class LossyRuns(RealRuns):
     """One request at a time under a lossy rule, plain decoding first.
 
     The predicted seconds price the rounds really decoded.  The rows also have

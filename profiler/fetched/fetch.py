@@ -23,7 +23,7 @@ from typing import Any
 from policies.json_text import parse_json
 from profiler.fetched.places import Model, ModelSet, cache, folder
 from traces.aliases import Say
-from traces.errors import DraftsimError, missing_packages
+from traces.errors import DraftsimError, missing
 from traces.store.writing import locked, make_folder
 
 NEEDED = ("torch", "transformers", "safetensors", "gguf", "accelerate")
@@ -71,7 +71,7 @@ def fetch(known: ModelSet, say: Say = print) -> list[Path]:
 def check_packages() -> None:
     """Raise DraftsimError unless the packages that read a GGUF file are installed."""
     if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise missing_packages(absent, "reading a GGUF file")
+        raise missing(absent, "reading a GGUF file")
 
 
 def check_room(root: Path, missing: Sequence[Model], say: Say) -> None:

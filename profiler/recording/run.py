@@ -85,14 +85,14 @@ def shipped_heads(name: str) -> Path | None:
     return None
 
 
-def write_run(info: RunInfo, folder: Path) -> None:
+def write_info(info: RunInfo, folder: Path) -> None:
     """Keep `info` in the run folder."""
     fields = asdict(info)
     del fields[TRUST]
     write_atomically(folder / NAME, json.dumps(fields, indent=2).encode())
 
 
-def read_run(folder: Path, trust_remote_code: bool = False) -> RunInfo:
+def read_info(folder: Path, trust_remote_code: bool = False) -> RunInfo:
     """Return the description that the run folder holds.
 
     Raises DraftsimError if it is no run folder, or its files are of several runs.
@@ -167,7 +167,7 @@ DONE_WITH = "recorded_with"
 
 
 @contextmanager
-def only_writer_of_run(folder: Path, remedy: str = "name another") -> Iterator[None]:
+def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
     """Lock the folder against other writers (see `traces.store.writing`); make it if missing.
 
     Raises DraftsimError if another process writes there (naming it), or the folder cannot be
@@ -193,7 +193,7 @@ def claimed(info: RunInfo, folder: Path, force: bool = False) -> RunInfo:
     """
     if force or not (folder / NAME).is_file():
         return replace(info, run_id=uuid.uuid4().hex[:16])
-    held = read_run(folder)
+    held = read_info(folder)
     if held != info:
         raise DraftsimError(
             f"{folder} holds the run of another pair, device or dtype: name another --out, or "
@@ -208,7 +208,7 @@ def begin(info: RunInfo, folder: Path, force: bool = False) -> None:
         for pattern in RECORDINGS:
             for path in folder.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    write_run(info, folder)
+    write_info(info, folder)
 
 
 def digest_of(options: Mapping[str, Any]) -> str:

@@ -19,13 +19,14 @@ from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from policies.json_text import JSONError, parse_json
 from simulator.aggregate.server import ServerFit, ServerRun
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.importers.metrics import SELDOM
-from traces.latency.table import ANY_CONTEXT, LatencyTable, as_cells
+from traces.latency.table import ANY_CONTEXT, CELL_COLUMNS, LatencyTable
 from traces.store.text import csv_rows, decimal, json_lines, label, read_text
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
             f"calibrated at one context, {where}: others are priced like it, so longer ones are "
             "too fast"
         )
-    return LatencyTable(as_cells(cells), meta)
+    return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)
 
 
 REACHED = 0.8
@@ -433,14 +434,14 @@ def _records(path: Path, text: str) -> list[Mapping[str, Any]]:
     return rows
 
 
-BenchRecord = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 
-def _is_served(record: BenchRecord) -> bool:
+def _is_served(record: Record) -> bool:
     return "output_throughput" in record and "total_output_tokens" in record
 
 
-def _is_row(record: BenchRecord) -> bool:
+def _is_row(record: Record) -> bool:
     """Return True for a row of `read_runs`, False for a benchmark's result."""
     return any(name in record for name in COLUMNS["tokens_per_s"]) and not _is_served(record)
 
@@ -457,7 +458,7 @@ def _bounded(fields: _Fields, where: str) -> _Fields:
     return fields._replace(model=label(where, "model", fields.model) or None)
 
 
-def _fields(record: BenchRecord, where: str) -> _Fields:
+def _fields(record: Record, where: str) -> _Fields:
     try:
         if _is_served(record):
             return _serve(record)
@@ -475,7 +476,7 @@ def _fields(record: BenchRecord, where: str) -> _Fields:
     )
 
 
-def _serve(record: BenchRecord) -> _Fields:
+def _serve(record: Record) -> _Fields:
     """Return a result of vLLM's or SGLang's serving benchmark: the fields have the same names."""
     completed = float(record["completed"])
     prompt = float(record["total_input_tokens"]) / completed
@@ -538,7 +539,7 @@ def _at_once(cap: float | None, mean: Any, paced: bool) -> float | None:
     return min(held, cap) if paced or not held >= REACHED * cap else cap
 
 
-def _drafting(record: BenchRecord) -> float:
+def _drafting(record: Record) -> float:
     """Return the part of a vLLM server's steps that had a draft, 1 where nearly all had one."""
     told = (record.get(f"spec_decode_{name}") for name in ("num_drafts", "accepted_tokens"))
     drafts, accepted = (None if count is None else float(count) for count in told)
@@ -549,7 +550,7 @@ def _drafting(record: BenchRecord) -> float:
     return drafts / steps if 0 < drafts < SELDOM * steps else 1.0
 
 
-def _steps(server: BenchRecord) -> int | None:
+def _steps(server: Record) -> int | None:
     """Return the draft length of an SGLang server, if it says; raise DraftsimError for trees."""
     if not server.get("speculative_algorithm"):
         return 0 if "speculative_algorithm" in server else None
@@ -562,7 +563,7 @@ def _steps(server: BenchRecord) -> int | None:
     return int(steps) if steps else int(tokens) - 1 if tokens else None
 
 
-def _speculative(record: BenchRecord) -> Any:
+def _speculative(record: Record) -> Any:
     """Draft length of a run's server; `vllm bench sweep` adds the options that it varied."""
     for key, value in record.items():
         if key.replace("-", "_").rpartition(".")[2] == "num_speculative_tokens":
@@ -578,7 +579,7 @@ def _is_config(key: str) -> bool:
     return key.replace("-", "_") == "speculative_config"
 
 
-def _guidellm(record: BenchRecord) -> _Fields:
+def _guidellm(record: Record) -> _Fields:
     metrics = record["metrics"]
 
     def mean(name: str) -> float:
@@ -591,7 +592,7 @@ def _guidellm(record: BenchRecord) -> _Fields:
     )  # fmt: skip
 
 
-def _aiperf(record: BenchRecord) -> _Fields:
+def _aiperf(record: Record) -> _Fields:
     def average(name: str) -> float:
         return float(record[name]["avg"])
 
@@ -618,7 +619,7 @@ def _aiperf(record: BenchRecord) -> _Fields:
     )  # fmt: skip
 
 
-def _accepted(record: BenchRecord) -> tuple[float | None, int | None]:
+def _accepted(record: Record) -> tuple[float | None, int | None]:
     """Return acceptance length and draft length of a run whose server told AIPerf of its steps.
 
     AIPerf makes up the counts by accepted tokens of a llama.cpp server, so their mean alone is

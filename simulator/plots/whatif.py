@@ -62,7 +62,7 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
         if by_ratio["adapting"].notna().all():
             drawn.append(("adapting", plot_adapting(by_ratio, of_batch.rstrip())))
     priced = frame[frame["latency"] != "ratio"]
-    tables = tables_shown(frame)
+    tables = tables_of(frame)
     for suffix, (name, gpu) in tables.items():
         part = priced[(priced["latency"] == name) & (priced["gpu"] == gpu)]
         of_rate = _only(part, "alpha_asked", "α")
@@ -96,7 +96,7 @@ def _only(frame: pd.DataFrame, column: str, called: str) -> str:
     return f"{called} = {values[0]:g}\n" if len(values) > 1 else ""
 
 
-def tables_shown(frame: pd.DataFrame) -> dict[str, tuple[str, str]]:
+def tables_of(frame: pd.DataFrame) -> dict[str, tuple[str, str]]:
     """Return the latency table and GPU of each figure that shows one of several, by the end of its
     name; the end is empty if there is one table.
     """

@@ -506,7 +506,7 @@ def _validation(
     return {**verdict(rows)._asdict(), "rows": summary.to_rows(rows), "left_out": left_out}
 
 
-def names_shown(recording: Recording) -> Mapping[str, str]:
+def names_of(recording: Recording) -> Mapping[str, str]:
     """Return the names that the page gives to a recording's target and drafter.
 
     Those in the trace may say only the model's role.

@@ -23,11 +23,10 @@ from simulator.executors import results_of
 from simulator.serving import Scenario, simulate
 from simulator.serving.scenario import FILLS
 from simulator.tune.served import SEARCH_CONFIDENCE
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import Trace, once_per_trace
 from traces.aliases import Row
 from traces.digits import three_digits
 from traces.latency.table import LatencyTable
-from traces.once import once_per
 
 UNDRAFTED = (PLAIN, NO_SPECULATION)
 """Names of no speculation among served rows."""
@@ -352,7 +351,7 @@ def interval_over_prompts(
     return leader.ratio - reach, leader.ratio + reach
 
 
-@once_per
+@once_per_trace
 def _redrawn(trace: Trace) -> Sequence[Trace]:
     """Return resamples of all prompts: the same for every load, so that loads can be compared."""
     no_half = np.zeros(len(trace.requests), dtype=bool)

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from policies.arrays import Floats, Ints
-from policies.batch.base import Policy
+from policies.batch.base import BatchPolicy
+from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
-from policies.registry import NO_SPECULATION
 from simulator.hardware.scaling import scaling_words
 from simulator.targets import Targets
 from simulator.tune.costs import PricedOptions, longest_seen
 from simulator.tune.formats import check_settings
 from simulator.tune.gains import MISSED, OFF, ON
+from simulator.tune.served import NO_SPECULATION
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.store.writing import write_atomically
@@ -71,20 +72,20 @@ class Tuned:
     document: Mapping[str, Any] | None
     rows: Sequence[Mapping[str, Any]]
     warnings: Sequence[str] = ()
-    policy: Policy = field(init=False)
+    policy: DraftPolicy | BatchPolicy = field(init=False)
 
     def __post_init__(self) -> None:
         document = self.document
         policy = Autoregressive() if document is None else check_settings(self.engine, document)
         object.__setattr__(self, "policy", policy)
 
-    def policy_at(self, batch: int) -> Policy:
+    def policy_at(self, batch: int) -> DraftPolicy | BatchPolicy:
         """Return the policy to deploy for loads of a searched `batch`: `policy`, or none."""
         deploy = {row["batch"]: row["deploy"] for row in self.rows}
         return Autoregressive() if deploy[batch] == OFF else self.policy
 
 
-def row_of_setting(
+def row_of(
     engine: str, grid: PricedOptions, latency: LatencyTable, gain: Gain, decode_gain: Gain | None,
     **given: Any,
 ) -> dict[str, Any]:  # fmt: skip
@@ -152,10 +153,10 @@ def write_settings(tuned: Tuned, path: str | os.PathLike[str]) -> None:
     """
     if tuned.document is not None:
         check_settings(tuned.engine, tuned.document)
-    write_atomically(path, f"{json_lines(tuned.document)}\n".encode())
+    write_atomically(path, f"{laid_out(tuned.document)}\n".encode())
 
 
-def json_lines(document: Mapping[str, Any] | None) -> str:
+def laid_out(document: Mapping[str, Any] | None) -> str:
     """Return JSON with a line per key and per row of a table, as people write these files."""
     if document is None:
         return "null"

@@ -20,7 +20,7 @@ from simulator.serving.scenario import Scenario
 from simulator.targets import Targets
 from simulator.tune import costs, gains, served
 from simulator.tune.formats import merged
-from simulator.tune.settings import Tuned, about_row, about_served, decided, row_of_setting
+from simulator.tune.settings import Tuned, about_row, about_served, decided, row_of
 from traces.acceptance.trace import Trace
 from traces.aliases import Count, Progress, silent
 from traces.errors import DraftsimError
@@ -125,7 +125,7 @@ def tune_sglang(
             own = each[told[i], np.arange(draws)]
         against = gains.Against(own, off[i].rates(targets[i]), drawn.told)
         served_tok_s, share = whole[i].mean(targets[i])
-        row = row_of_setting(
+        row = row_of(
             "sglang", grids[i], latency, setting=_words(lists[option]),
             deploy=gains.to_deploy(against.faster, whole[i].meets(slo), off[i].meets(slo)),
             served_tok_s=served_tok_s, gain=against.gain,

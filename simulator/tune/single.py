@@ -17,7 +17,7 @@ from simulator.tune import gains
 from simulator.tune.costs import longest_draft, price_grid
 from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, check_settings
 from simulator.tune.served import SEARCH_CONFIDENCE
-from simulator.tune.settings import Gain, Tuned, about_row, decided, row_of_setting
+from simulator.tune.settings import Gain, Tuned, about_row, decided, row_of
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, TailError
@@ -197,7 +197,7 @@ def tune_single(
     deploy = gains.MISSED
     if reachable:
         deploy = gains.to_deploy(low > 1, bool(meets[at]), bool(meets[0]))
-    row = row_of_setting(
+    row = row_of(
         engine, grid, latency, setting=best, deploy=deploy, served_tok_s=None, gain=over(0),
         decode_tok_s=float(rates[at]), decode_gain=over(0), default=base_text,
         default_gain=1.0 if at == base else over(base)[0], within_slo=float(grid.within[at]),

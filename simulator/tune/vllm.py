@@ -30,7 +30,7 @@ from simulator.tune.settings import (
     about_row,
     about_served,
     decided,
-    row_of_setting,
+    row_of,
 )
 from traces.acceptance.trace import Trace
 from traces.aliases import Count, Progress, silent
@@ -173,7 +173,7 @@ def tune_vllm(
         chosen = gains.cross_fitted(o, second, (grid.tokens[0], grid.seconds[0]), option, told)
         against, now = gains.Against(own[i], rest[i], drawn.told), whole(table)[i]
         served_tok_s, share = now.mean(targets[i])
-        row = row_of_setting(
+        row = row_of(
             "vllm", grid, latency, setting=f"K={options[option]}",
             deploy=gains.to_deploy(against.faster, now.meets(slo), off[i].meets(slo)),
             served_tok_s=served_tok_s, gain=against.gain,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.arrays import Floats
-from policies.registry import NO_SPECULATION
+from policies.registry import NO_SPECULATION as NO_SPECULATION  # noqa: PLC0414
 from simulator.whatif.cells import ANY, POINT
 from traces.digits import three_digits
 from traces.errors import DraftsimError
@@ -141,7 +141,7 @@ def break_even(
     return pd.DataFrame(found, columns=names)
 
 
-def fastest_by_point(frame: pd.DataFrame) -> pd.DataFrame:
+def fastest(frame: pd.DataFrame) -> pd.DataFrame:
     """Return one row per point of the grid: the fastest policy there that can be deployed.
 
     The oracle, which knows outcomes beforehand, cannot.  Columns: those that name the point, then

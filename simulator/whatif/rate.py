@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,6 @@ from simulator.whatif.tilt import NUMERIC
 from traces.acceptance.trace import MATCH, Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.once import once_per
 from traces.replay.layout import Lockstep, layout_of
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
@@ -114,11 +114,12 @@ class LatencyCost(TableCost):
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Return seconds of `draft_length` batched draft steps and one verification."""
-        known = _seconds(self.latency, self.signals)
-        key = batch, draft_length, verify_tokens, context
+        known = _seconds.setdefault(self.latency, {})
+        key = self.signals, batch, draft_length, verify_tokens, context
         seconds = known.get(key)
         if seconds is None:
-            seconds = known[key] = super().__call__(*key)
+            seconds = super().__call__(batch, draft_length, verify_tokens, context)
+            known[key] = seconds
         if not self.smooth:
             return seconds
         beyond = _beyond(self.latency, self.longest, batch, context)
@@ -131,21 +132,24 @@ class LatencyCost(TableCost):
         return type(self), (self.latency, self.signals, self.longest, self.smooth)
 
 
-# Fits of one recording read one table, under several ways to weigh the same passes.
-@once_per
-def _seconds(latency: LatencyTable, signals: bool) -> dict[tuple[int, int, int, float], float]:
-    """Return the seconds that costs of a table have been asked for, filled by those costs."""
-    return {}
-
-
-@once_per
 def _beyond(latency: LatencyTable, longest: int, batch: int, context: float) -> Floats:
     """Return what a fit that nowhere falls adds to the target's pass of each width, (widths,)."""
-    width = np.arange(1, longest + 2)
-    raw = latency.seconds("target", "forward", batch=batch, new_tokens=width, context=context)
-    blocks = rising_blocks(raw, np.ones(len(raw)))
-    values, weights = [v for _, _, v in blocks], [int(w) for _, w, _ in blocks]
-    return np.repeat(values, weights) - raw
+    known = _known.setdefault(latency, {})
+    key = longest, batch, context
+    if key not in known:
+        width = np.arange(1, longest + 2)
+        raw = latency.seconds("target", "forward", batch=batch, new_tokens=width, context=context)
+        blocks = rising_blocks(raw, np.ones(len(raw)))
+        values, weights = [v for _, _, v in blocks], [int(w) for _, w, _ in blocks]
+        known[key] = np.repeat(values, weights) - raw
+    return known[key]
+
+
+# Fits of one recording read one table, under several ways to weigh the same passes.
+_known: WeakKeyDictionary[LatencyTable, dict[tuple[int, int, float], Floats]] = WeakKeyDictionary()
+_seconds: WeakKeyDictionary[LatencyTable, dict[tuple[bool, int, int, int, float], float]] = (
+    WeakKeyDictionary()
+)
 
 
 Estimates = Literal["auto", "isotonic", "logistic", "none"]

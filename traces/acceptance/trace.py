@@ -19,10 +19,11 @@ row of its own tail.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -139,6 +140,9 @@ class Request:
     """Token ids of the prompt, which lookups search; None if they were not recorded."""
     wall_s: float | None = None
     """Measured seconds of decoding without speculation; None if they were not measured."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,6 +382,19 @@ class Trace:
         columns = {name: values[index] for name, values in self.columns.items()}
         columns["request"] = np.repeat(np.arange(len(keep), dtype=np.int32), lengths)
         return Trace(columns, [self.requests[i] for i in keep], self.max_gamma, self.meta)
+
+
+def once_per_trace(make: Callable[[Trace], T]) -> Callable[[Trace], T]:
+    """Return `make` with its result kept as long as the trace, which must not be held by it."""
+    made: WeakKeyDictionary[Trace, T] = WeakKeyDictionary()
+
+    def kept(trace: Trace) -> T:
+        # Traces do not change, and every replay asks for the same.
+        if (found := made.get(trace)) is None:
+            found = made[trace] = make(trace)
+        return found
+
+    return kept
 
 
 _TAIL_MAY_LACK = frozenset(name for name in COLUMNS if name.startswith("target_")) | {

@@ -16,9 +16,8 @@ import numpy.typing as npt
 
 from policies.core import Load
 from policies.guard import SIGNALS, guarded
-from traces.acceptance.trace import MATCH, Trace
+from traces.acceptance.trace import MATCH, Trace, once_per_trace
 from traces.errors import DraftsimError, SignalError, TailError
-from traces.once import once_per
 
 T = TypeVar("T")
 
@@ -239,4 +238,4 @@ def ends_drafts(trace: Trace) -> npt.NDArray[np.bool_]:
     return ends
 
 
-trace_lists = once_per(TraceLists)
+trace_lists = once_per_trace(TraceLists)

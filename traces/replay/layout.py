@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from policies.arrays import Bools, Floats, Ints, next_true, ranges
 from policies.vectorised import UNBOUNDED, Lengths, VectorisedPlan, VectorisedState, Watch
-from traces.acceptance.trace import Trace
-from traces.once import once_per
+from traces.acceptance.trace import Trace, once_per_trace
 from traces.replay.decoder import ends_drafts
 from traces.replay.rounds import ROUND_DTYPE
 
@@ -136,7 +135,7 @@ class Foreseen(Places):
         raise NotImplementedError(f"{name} of a token that is only counted")
 
 
-layout_of = once_per(Layout)
+layout_of = once_per_trace(Layout)
 
 
 class Tried(NamedTuple):

@@ -14,7 +14,7 @@ from decimal import Decimal
 import numpy as np
 
 from traces.acceptance.trace import Trace
-from traces.errors import DraftsimError, SignalError, missing_packages
+from traces.errors import DraftsimError, SignalError, missing
 
 _NUMBER = (
     r"((?:(?<![0-9A-Za-z)%])[-\u2212])?)\$?"  # a sign, not the minus of a difference
@@ -69,7 +69,7 @@ def relative_bleu(outputs: Sequence[str], references: Sequence[str]) -> float:
     try:
         import sacrebleu
     except ImportError:
-        raise missing_packages(["sacrebleu"], "relative BLEU") from None
+        raise missing(["sacrebleu"], "relative BLEU") from None
     return float(sacrebleu.corpus_bleu(list(outputs), [list(references)]).score)
 
 

@@ -8,9 +8,8 @@ from typing import Any
 from policies.guard import SCORES, PolicyError, guarded
 from policies.rules.base import ExactMatch, TokenRule, VerifyRule
 from policies.rules.registry import describe_rule
-from traces.acceptance.trace import MATCH, UNKNOWN, Trace
+from traces.acceptance.trace import MATCH, UNKNOWN, Trace, once_per_trace
 from traces.errors import DraftsimError, SignalError
-from traces.once import once_per
 from traces.replay.decoder import ReplayDecoder, Rows
 
 SCORE_COLUMNS: dict[str, str] = {
@@ -121,7 +120,7 @@ class ScoreLists:
         return self._kept[key]
 
 
-score_lists = once_per(ScoreLists)
+score_lists = once_per_trace(ScoreLists)
 
 
 def check_rule_columns(trace: Trace, rule: VerifyRule) -> None:

@@ -148,14 +148,14 @@ def judged_rounds(
     """
     verdicts = trace.columns["match"]
     if not (verdicts == UNKNOWN).any():
-        tokens, scores = fields_read(trace, rule)
+        tokens, scores = columns_of(trace, rule)
         accepts: Bools | None = own_word(rule, "accepts_each", tokens, scores)
         if accepts is not None:
             return _at_once(trace, rule, lockstep, forwards, sent, accepts)
     return _one_by_one(trace, rule, lockstep, forwards, sent)
 
 
-def fields_read(trace: Trace, rule: VerifyRule) -> tuple[SimpleNamespace, SimpleNamespace]:
+def columns_of(trace: Trace, rule: VerifyRule) -> tuple[SimpleNamespace, SimpleNamespace]:
     """Return the fields of tokens and of scores that a rule reads, an array over the rows each."""
     layout = layout_of(trace)
     scores = {name: trace.columns[SCORE_COLUMNS[name]] for name in rule.needs}

@@ -57,7 +57,7 @@ def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace
     return check_drafts(source, recordings).drafts_along(trace, recordings)
 
 
-def as_trace(
+def laid_out(
     trace: Trace, drafted: Ints, held: npt.NDArray[np.bool_],
     signals: Mapping[str, npt.NDArray[Any]], meta: Mapping[str, Any],
 ) -> Trace:  # fmt: skip

@@ -12,13 +12,11 @@ import numpy.typing as npt
 from policies.arrays import Ints
 from policies.core import SIGNALS, Load
 from policies.spec import Checked
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import Trace, once_per_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.once import once_per
 from traces.replay.calls import CallCounter, pack_calls
 from traces.replay.decoder import RecordedToken
-from traces.replay.layout import Rounds
 from traces.replay.rounds import Fidelity
 from traces.sources.recording import Recordings, SourceRecording
 
@@ -97,7 +95,7 @@ class Source(Checked):
 
     def drafts_along(self, trace: Trace, recordings: Recordings) -> Trace:
         """Return the outputs of `trace` with what the source drafts from every start, whatever its
-        verification costs (`traces.sources.as_draft.as_trace`).
+        verification costs (`traces.sources.as_draft.laid_out`).
 
         Raises DraftsimError if it was not recorded along this trace.
         """
@@ -149,6 +147,7 @@ class Source(Checked):
         self.open(trace, recordings, first)(0)
 
 
+Rounds = npt.NDArray[np.void]
 ReplayedRounds = tuple[Rounds, Rounds]
 """Rounds, and the calls that they ran."""
 
@@ -242,7 +241,7 @@ def true_tokens(trace: Trace, *, sampled: bool = False) -> list[int]:
     return _outputs(trace)
 
 
-@once_per
+@once_per_trace
 def _outputs(trace: Trace) -> list[int]:
     tokens: list[int] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
     return tokens

@@ -26,11 +26,12 @@ from traces.replay.calls import (
     pack_counted,
 )
 from traces.replay.decoder import RecordedToken
-from traces.replay.layout import Lockstep, Places, Rounds, carried
+from traces.replay.layout import Lockstep, Places, carried
 from traces.replay.rounds import Fidelity
 from traces.sources.base import (
     DRAFTER_SIGNALS,
     ReplayedRounds,
+    Rounds,
     Source,
     SourceReplay,
     eos_of,

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from traces.acceptance.trace import MOST_DRAFTED
 from traces.errors import DraftsimError
-from traces.sources.recording import DRAWN, LOGITS, MOST_LAYERS, ColumnLayout, SourceRecording
-from traces.store.header import PathLike, are_wholes, check_field, check_rows, is_number, is_whole
+from traces.sources.recording import DRAWN, LOGITS, MOST_LAYERS, Layout, SourceRecording
+from traces.store.header import PathLike, are_wholes, check, check_rows, is_number, is_whole
 
 NODE_COLUMNS: dict[str, str] = {
     "request": "int32",
@@ -132,7 +132,7 @@ class ExitRecording(SourceRecording):
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def layout(cls, header: Mapping[str, Any]) -> ColumnLayout:
+    def layout(cls, header: Mapping[str, Any]) -> Layout:
         """Return the arrays of nodes and of their exits."""
         exits, omegas = len(header["exit_layers"]), len(header["omegas"])
         return {
@@ -145,19 +145,15 @@ class ExitRecording(SourceRecording):
     def checked(cls, path: PathLike, header: Mapping[str, Any]) -> dict[str, Any]:
         """Return the exits, and what was recorded of them."""
         layers: Any = header.get("layers")
-        check_field(path, "layers", layers, is_whole(layers, 1, MOST_LAYERS), f"1 to {MOST_LAYERS}")
+        check(path, "layers", layers, is_whole(layers, 1, MOST_LAYERS), f"1 to {MOST_LAYERS}")
         for name in ("exit_layers", "omegas", "settings"):
-            check_field(path, name, header.get(name), isinstance(header.get(name), list), "a list")
+            check(path, name, header.get(name), isinstance(header.get(name), list), "a list")
         exits, omegas = tuple(header["exit_layers"]), tuple(header["omegas"])
         sound = are_wholes(list(exits), 1, MOST_LAYERS)
-        check_field(path, "exit_layers", exits, sound, f"layers from 1 to {MOST_LAYERS}")
-        check_field(
-            path, "omegas", omegas, all(is_number(w) and w >= 0 for w in omegas), "numbers >= 0"
-        )
+        check(path, "exit_layers", exits, sound, f"layers from 1 to {MOST_LAYERS}")
+        check(path, "omegas", omegas, all(is_number(w) and w >= 0 for w in omegas), "numbers >= 0")
         for setting in header["settings"]:
-            check_field(
-                path, "settings", setting, _sound(setting), "tau, omega, depth, layers, gamma"
-            )
+            check(path, "settings", setting, _sound(setting), "tau, omega, depth, layers, gamma")
         settings = tuple(
             ExitSetting(tau, omega, depth, None if used is None else tuple(used), gamma_max)
             for tau, omega, depth, used, gamma_max in header["settings"]

@@ -21,7 +21,7 @@ from policies.spec import choice
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.layout import layout_of
-from traces.replay.vectorised import fields_read, replay_many
+from traces.replay.vectorised import columns_of, replay_many
 from traces.sources.registry import DRAFT_MODEL, SYSTEMS
 from traces.sources.registry import Method as Method  # noqa: PLC0414
 
@@ -230,6 +230,6 @@ def mean_tau(trace: Trace, policy: DraftPolicy) -> float:
     # What follows a refusal is not judged.
     count = np.minimum(rounds["accepted"] + 1, rounds["drafted"])
     row = ranges(count, begin)
-    tokens, scores = fields_read(trace, rule)
+    tokens, scores = columns_of(trace, rule)
     taus = rule.threshold(tokens)[row[scores.draft_rank[row] < rule.top]]
     return float(taus.mean()) if len(taus) else rule.tau_base

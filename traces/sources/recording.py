@@ -18,7 +18,7 @@ from traces.errors import DraftsimError, FileError
 from traces.store.header import PathLike, file_error, meta_of, starts_of
 from traces.store.parquet import columns_of, lists_of, read_file, write_file
 
-ColumnLayout = dict[str, tuple[str, tuple[int, ...]]]
+Layout = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of one row of every array."""
 
 MOST_LAYERS = 4096
@@ -87,7 +87,7 @@ class SourceRecording:
         raise NotImplementedError
 
     @classmethod
-    def layout(cls, header: Mapping[str, Any]) -> ColumnLayout:
+    def layout(cls, header: Mapping[str, Any]) -> Layout:
         """Return the arrays of a recording with this header."""
         raise NotImplementedError
 

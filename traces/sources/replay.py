@@ -55,7 +55,7 @@ def replay_source(
     TailError
         If the policy drafts past what was recorded off the path.
     """
-    lossless = rule_of_source(rule, source, trace)
+    lossless = check_rule(rule, source, trace)
     recordings = source.completed(trace, recordings or {})
     check_signals(policy, source, recordings)
     first = trace.first if first is None else first
@@ -133,7 +133,7 @@ def _asked(
     return rounds, source.counted_in(rounds, noted)
 
 
-def rule_of_source(rule: VerifyRule | None, source: Source, trace: Trace) -> str:
+def check_rule(rule: VerifyRule | None, source: Source, trace: Trace) -> str:
     """Name of the rule that `source` is verified with; DraftsimError if `rule` is another."""
     lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
     if rule is not None and not rule.lossless:

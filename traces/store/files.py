@@ -21,12 +21,12 @@ from traces.replay.rounds import ROUND_DTYPE, Fidelity, RoundLog
 from traces.store.header import (
     FieldCheck,
     PathLike,
-    check_field,
+    check,
     check_rows,
-    errors_of_file,
     file_error,
     is_whole,
     meta_of,
+    named,
     requests_of,
 )
 from traces.store.parquet import (
@@ -70,9 +70,9 @@ def read_trace(path: PathLike) -> Trace:
         raise file_error(path, f"lacks the column(s) {', '.join(missing)}")
     max_gamma = header.get("max_gamma")
     sound = max_gamma is None or is_whole(max_gamma, 1, MOST_DRAFTED)
-    check_field(path, "max_gamma", max_gamma, sound, f"null, or 1 to {MOST_DRAFTED}")
+    check(path, "max_gamma", max_gamma, sound, f"null, or 1 to {MOST_DRAFTED}")
     meta, requests = meta_of(path, header), requests_of(path, header)
-    with errors_of_file(path):
+    with named(path):
         trace = Trace(columns, requests, max_gamma, meta)
     _check_ids(path, trace)
     return trace
@@ -113,7 +113,7 @@ def read_latency(path: PathLike) -> LatencyTable:
     """
     header, table = read_file(path, "latency")
     cells, meta = frame_of(path, table, CELL_COLUMNS), meta_of(path, header)
-    with errors_of_file(path):
+    with named(path):
         return LatencyTable(cells, meta)
 
 
@@ -170,7 +170,7 @@ def read_rounds(path: PathLike) -> RoundLog:
     requests = requests_of(path, header)
     header = {"drafter": "draft", "takes_verified": False, **header}  # older files have neither
     for name, (sound, expected) in _LOG_FIELDS.items():
-        check_field(path, name, header.get(name), sound(header.get(name)), expected)
+        check(path, name, header.get(name), sound(header.get(name)), expected)
     rule = RULES.get(header["verify"].partition(":")[0])
     if rule is not None and not rule.lossless and "mismatched" not in columns:
         raise file_error(path, f"lacks the column 'mismatched', which {header['verify']} has")

@@ -101,14 +101,14 @@ META: Mapping[str, tuple[FieldCheck, str]] = {
 """For each field of a recording's provenance: its check, and the expected value in words."""
 
 
-def check_field(path: PathLike, name: str, value: Any, sound: bool, expected: str) -> None:
+def check(path: PathLike, name: str, value: Any, sound: bool, expected: str) -> None:
     """Raise FileError, naming the file, the header field `name` and its `value`, unless `sound`."""
     if not sound:
         raise file_error(path, f"header field {name!r} is {shown(value)}, expected {expected}")
 
 
 @contextmanager
-def errors_of_file(path: PathLike, remedy: str = "record it again") -> Iterator[None]:
+def named(path: PathLike, remedy: str = "record it again") -> Iterator[None]:
     """Turn an error about an object's contents into an error of its file."""
     try:
         yield
@@ -125,7 +125,7 @@ def meta_of(path: PathLike, header: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise file_error(path, "header field 'meta' is missing or no table")
     for name, (sound, expected) in META.items():
-        check_field(path, f"meta.{name}", meta.get(name), sound(meta.get(name)), expected)
+        check(path, f"meta.{name}", meta.get(name), sound(meta.get(name)), expected)
     return meta
 
 
@@ -133,7 +133,7 @@ def starts_of(path: PathLike, header: Mapping[str, Any], name: str, rows: int) -
     """Return the first row of each request and their end, which must be `rows` at most."""
     starts: Any = header.get(name)
     rising = are_wholes(starts, 0, rows) and starts == sorted(starts) and starts[:1] == [0]
-    check_field(path, name, starts, rising and len(starts) > 1, f"rows that rise from 0 to {rows}")
+    check(path, name, starts, rising and len(starts) > 1, f"rows that rise from 0 to {rows}")
     return tuple(starts)
 
 

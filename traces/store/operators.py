@@ -14,7 +14,7 @@ from traces.operators.dense import NVLINK_SHARE
 from traces.operators.devices import DATA, DEVICES, find_device
 from traces.operators.shapes import Placed, find_architecture
 from traces.operators.table import OPERATOR_COLUMNS, OperatorTable
-from traces.store.header import PathLike, errors_of_file, meta_of
+from traces.store.header import PathLike, meta_of, named
 from traces.store.parquet import frame_of, read_file, table_of, write_file
 
 VLLM_GRAPHS = CUDAGraphs()
@@ -30,7 +30,7 @@ def read_operators(path: PathLike) -> OperatorTable:
     """Return the operator table in a file; FileError if it is missing, damaged or another."""
     header, table = read_file(path, "operators")
     rows, meta = frame_of(path, table, OPERATOR_COLUMNS), meta_of(path, header)
-    with errors_of_file(path, "import it again"):
+    with named(path, "import it again"):
         return OperatorTable(rows, meta)
 
 

@@ -219,7 +219,7 @@ def quality_of_code(outputs: Sequence[Output]) -> tuple[int, int, int]:
     return len(tested), passed, sum(o.greedy_passed is True for o in tested)
 
 
-def write_real_run(run: RealRun, folder: PathLike) -> Path:
+def write_run(run: RealRun, folder: PathLike) -> Path:
     """Write `run` into the run folder; the path of its rounds."""
     place = Path(folder) / FOLDER
     place.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ def digest_of_document(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest).encode()).hexdigest()
 
 
-def read_real_run(path: PathLike) -> RealRun:
+def read_run(path: PathLike) -> RealRun:
     """Return the run whose rounds are in the file `path`.
 
     Raises FileError if one of its two files is missing or damaged, or they do not belong together.

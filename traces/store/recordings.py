@@ -26,7 +26,7 @@ from traces.store.identity import (
 )
 from traces.store.operators import find_composed
 from traces.store.speculation_profile import is_profile, read_profile
-from traces.store.text import MOST_SECONDS, decimal, read_object
+from traces.store.text import decimal, read_object
 
 DEFAULT_TRACE = "qwen-coder-vllm-cpu"
 """The recording used by default: a pair that people deploy, at the costs of a serving engine."""
@@ -165,6 +165,8 @@ def folder_of(name_or_path: PathLike, folder: Path = BUNDLED) -> Path | None:
     return path.parent if path != Path(name_or_path) else None
 
 
+MOST_SECONDS = 1e9
+"""Largest constant time: sums and ratios of larger ones could leave the range of a float."""
 OF_THE_TARGET = ("host_round", "host_draft", "signal", "judge", "judge_signals", "rollback",
                  "prefill", "pass", "layer", "head")  # fmt: skip
 """Phases that constant latencies may name."""

@@ -137,19 +137,12 @@ def is_device(path: str | os.PathLike[str]) -> bool:
 
 
 def make_folder(folder: Path, remedy: str) -> None:
-    """Make a folder if it is missing, with those above it.
-
-    Raises DraftsimError, which ends with the `remedy`, if that cannot be done.
-    """
+    """Make a folder if it is missing; raise DraftsimError, with the `remedy`, if it cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _closed(folder, error, remedy) from None
-
-
-def _closed(folder: Path, error: OSError, remedy: str) -> DraftsimError:
-    reason = error.strerror or error
-    return DraftsimError(f"{folder}: cannot be written to ({reason}): {remedy}")
+        reason = error.strerror or error
+        raise DraftsimError(f"{folder}: cannot be written to ({reason}): {remedy}") from None
 
 
 def refused(path: str | os.PathLike[str], error: OSError) -> FileError:
@@ -220,7 +213,8 @@ def locked(lock: Path, what: Path, remedy: str) -> Iterator[None]:
             f"{what} is being written by {_holder(lock)}: wait for it, or end it"
         ) from None
     except OSError as error:
-        raise _closed(what, error, remedy) from None
+        reason = error.strerror or error
+        raise DraftsimError(f"{what}: cannot be written to ({reason}): {remedy}") from None
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         about = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}

@@ -19,9 +19,8 @@ from simulator.serving.arrivals import Job
 from simulator.serving.cost import ORIGINS, PLACES, EngineCost
 from simulator.serving.outcome.metrics import Histogram, Series
 from simulator.serving.scheduler import Scheduler
-from traces.acceptance.trace import Trace
+from traces.acceptance.trace import Trace, once_per_trace
 from traces.latency.table import LatencyTable
-from traces.once import once_per
 from traces.replay.layout import layout_of
 
 Records = Any
@@ -263,7 +262,7 @@ def _priced(cost: EngineCost, most: int) -> LoopPrices:
     )  # fmt: skip
 
 
-@once_per
+@once_per_trace
 def starts_of(trace: Trace) -> Records:
     """Return every place of `trace` where a round may begin."""
     layout = layout_of(trace)

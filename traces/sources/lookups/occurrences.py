@@ -90,7 +90,7 @@ def copied(ids: Ints, end: Ints, last: Ints, most: int) -> Ints:
     return np.where(there, ids.take(at, mode="clip"), BETWEEN)
 
 
-def ids_until_eos(tokens: Ints, eos: Collection[int], *, proposed: bool) -> Ints:
+def until_eos(tokens: Ints, eos: Collection[int], *, proposed: bool) -> Ints:
     """Return `tokens` up to the first end of a sequence, which may be `proposed` itself or not."""
     over = np.logical_or.accumulate(np.isin(tokens, sorted(eos)), axis=1)
     if proposed:

@@ -21,7 +21,7 @@ from traces.replay.calls import CALL_KINDS, Counted, pack_counted
 from traces.replay.decoder import RecordedToken
 from traces.replay.layout import Foreseen, Lockstep
 from traces.replay.rounds import Fidelity
-from traces.sources.as_draft import as_trace, with_searches
+from traces.sources.as_draft import laid_out, with_searches
 from traces.sources.base import (
     DRAFTER_SIGNALS,
     ReplayedRounds,
@@ -37,11 +37,11 @@ from traces.sources.lookups.occurrences import (
     BETWEEN,
     copied,
     first_ends,
-    ids_until_eos,
     last_end,
     retrieved,
     strings,
     text_of,
+    until_eos,
 )
 from traces.sources.lookups.suffix import SuffixLookup, SuffixTree
 from traces.sources.lookups.text import (
@@ -170,7 +170,7 @@ class LookupSource(Source):
         }  # fmt: skip
         if self.fidelity != "exact":
             meta["fidelity"] = self.fidelity
-        return as_trace(trace, np.where(drafted < 0, -1, drafted), held, {}, meta)
+        return laid_out(trace, np.where(drafted < 0, -1, drafted), held, {}, meta)
 
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with a search for every sequence in every round."""
@@ -225,7 +225,7 @@ class PLD(LookupSource):
         text = text_of(trace)
         found = first_ends(text, 1, self.max_ngram)
         tokens = copied(text.ids, found, text.places, self.num_tokens)
-        return ids_until_eos(tokens, eos_of(trace), proposed=False)
+        return until_eos(tokens, eos_of(trace), proposed=False)
 
 
 @dataclass(eq=False)
@@ -301,7 +301,7 @@ class Lookahead(LookupSource):
         text = text_of(trace)
         found = last_end(text.ids, text, text.begins, text.places + 1 - self.ngram)
         tokens = copied(text.ids, found, text.places, self.ngram - 1)
-        return ids_until_eos(tokens, eos_of(trace), proposed=False)
+        return until_eos(tokens, eos_of(trace), proposed=False)
 
 
 def proposed(proposal: Proposal) -> RecordedToken:
@@ -344,7 +344,7 @@ class NGram(LookupSource):
         text = text_of(trace)
         found = first_ends(text, self.min_n, self.max_n)
         tokens = copied(text.ids, found, text.places, self.k)
-        return ids_until_eos(tokens, eos_of(trace), proposed=True)
+        return until_eos(tokens, eos_of(trace), proposed=True)
 
 
 @dataclass(eq=False)
@@ -367,9 +367,7 @@ class NGramSimple(LookupSource):
         short = places - begins < self.size_n + self.size_m + 2
         few = np.minimum(places - 1 - found, self.size_m) < self.size_n
         found = np.where(short | few, BETWEEN, found)
-        return ids_until_eos(
-            copied(ids, found, places - 1, self.size_m), eos_of(trace), proposed=True
-        )
+        return until_eos(copied(ids, found, places - 1, self.size_m), eos_of(trace), proposed=True)
 
 
 @dataclass(eq=False)

@@ -23,16 +23,16 @@ from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS, Counted
 from traces.replay.rounds import Fidelity, RoundLog
 from traces.sources.as_draft import (
-    as_trace,
     heads_at_once,
+    laid_out,
     model_of,
     skipping,
     standing_in,
     with_passes_alone,
 )
 from traces.sources.base import DRAFTER_SIGNALS, Source, eos_of, tokens_ahead, true_tokens
-from traces.sources.recording import DRAWN, LOGITS, ColumnLayout, Recordings, SourceRecording
-from traces.store.header import PathLike, check_field, is_whole
+from traces.sources.recording import DRAWN, LOGITS, Layout, Recordings, SourceRecording
+from traces.store.header import PathLike, check, is_whole
 
 HEADS = CALL_KINDS.index(("heads", "forward"))
 WIDER = "its verification is wider than its draft"
@@ -62,7 +62,7 @@ class StartRecording(SourceRecording):
         return {"offsets": self.offsets}
 
     @classmethod
-    def layout(cls, header: Mapping[str, Any]) -> ColumnLayout:
+    def layout(cls, header: Mapping[str, Any]) -> Layout:
         """Return the arrays of drafts up to the longest."""
         row = (int(header["offsets"]),)
         floats = dict.fromkeys((*LOGITS, *DRAWN), ("float32", row))
@@ -72,9 +72,7 @@ class StartRecording(SourceRecording):
     def checked(cls, path: PathLike, header: Mapping[str, Any]) -> dict[str, Any]:
         """Check the longest draft."""
         offsets = header.get("offsets")
-        check_field(
-            path, "offsets", offsets, is_whole(offsets, 1, MOST_DRAFTED), f"1 to {MOST_DRAFTED}"
-        )
+        check(path, "offsets", offsets, is_whole(offsets, 1, MOST_DRAFTED), f"1 to {MOST_DRAFTED}")
         return {}
 
 
@@ -142,7 +140,7 @@ class StartSource(Source):
         if self.fidelity != "exact":
             meta["fidelity"] = self.fidelity
         # A draft that ended with EOS holds nothing more; one that never was holds its blanks.
-        return as_trace(trace, drafted, (drafted >= 0) | (drafted[:, :1] < 0), signals, meta)
+        return laid_out(trace, drafted, (drafted >= 0) | (drafted[:, :1] < 0), signals, meta)
 
 
 def heads_run(log: RoundLog) -> list[Counted]:

@@ -26,10 +26,10 @@ from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE, Counted, pack_count
 from traces.replay.decoder import RecordedToken
 from traces.replay.layout import Foreseen, Lockstep
 from traces.sources.base import DRAFTER_SIGNALS, ReplayedRounds, Source, SourceReplay
-from traces.sources.recording import MOST_LAYERS, ColumnLayout, Recordings, SourceRecording
+from traces.sources.recording import MOST_LAYERS, Layout, Recordings, SourceRecording
 from traces.sources.starts.parallel import OnFeatures
 from traces.sources.starts.sources import WIDER
-from traces.store.header import PathLike, check_field, is_whole
+from traces.store.header import PathLike, check, is_whole
 
 TREE_SIGNALS = ("score", "log_top", "log_second", "entropy")
 
@@ -64,7 +64,7 @@ class TreeRecording(SourceRecording):
         return {"layers": self.layers}
 
     @classmethod
-    def layout(cls, header: Mapping[str, Any]) -> ColumnLayout:
+    def layout(cls, header: Mapping[str, Any]) -> Layout:
         """Return the arrays of trees of this depth."""
         n = int(header["layers"])
         rank = ("int32", (n * (n + 1) // 2,))
@@ -74,8 +74,8 @@ class TreeRecording(SourceRecording):
     def checked(cls, path: PathLike, header: Mapping[str, Any]) -> dict[str, Any]:
         """Check the depth and ``topk``."""
         layers, topk = header.get("layers"), header["meta"].get("topk")
-        check_field(path, "layers", layers, is_whole(layers, 1, MOST_LAYERS), f"1 to {MOST_LAYERS}")
-        check_field(path, "meta.topk", topk, is_whole(topk, 1), "1 or more")
+        check(path, "layers", layers, is_whole(layers, 1, MOST_LAYERS), f"1 to {MOST_LAYERS}")
+        check(path, "meta.topk", topk, is_whole(topk, 1), "1 or more")
         return {}
 
     @cached_property
