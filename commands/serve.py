@@ -274,9 +274,9 @@ def serve(
     for path in (p for p in (out, timeline) if p is not None):
         note(f"wrote {path}")
     if plots is not None:
-        from simulator.plots.serving import draw_serving
+        from simulator.plots.serving import draw
 
-        drawn_files = draw_serving(
+        drawn_files = draw(
             plots, rows, recorded, table, chosen, scenarios, recording.said, note, rule
         )
         say_drawn(drawn_files)

@@ -44,7 +44,7 @@ from traces.acceptance.trace import Trace
 from traces.aliases import Count, Row, Say, silent
 from traces.digits import counted
 from traces.errors import DraftsimError, SignalError, TailError
-from traces.latency.table import LatencyTable, as_cells
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.calls import CALL_KINDS, DRAFTER, DRAFTER_TREE, ONE_PASS
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
@@ -175,12 +175,13 @@ def with_free_lookups(latency: LatencyTable) -> LatencyTable:
 
     if not latency.is_constant:
         return latency
-    free = as_cells(
+    free = pd.DataFrame(
         [
             (cls.name, "forward", 1, 1, 0, 0.0, 0.0, 1)
             for cls in SOURCES.values()
             if cls.recorded_as is None and not latency.has(cls.name, "forward")
-        ]
+        ],
+        columns=list(CELL_COLUMNS),
     )
     return LatencyTable(pd.concat([latency.cells, free], ignore_index=True), latency.meta)
 

@@ -45,7 +45,7 @@ FEWEST, REQUESTS = 20, 200
 COMMON_LENGTH = 8
 """Tokens that policies commonly draft up to."""
 Tables = Mapping[str, LatencyTable]
-ModelSizes = Mapping[str, Mapping[str, Any]]
+Models = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class Recording:
     """The outputs with the drafts that are replayed."""
     tables: Tables
     """Latencies by name, as they were measured."""
-    models: ModelSizes
+    models: Models
     """Names, sizes and fingerprints of the target and the draft model, by role."""
     label: str
     """Target, drafter, engine and device, in a few words; empty where none is known."""
@@ -418,7 +418,7 @@ def load_recording(
     if chosen is not None:
         recordings = chosen.completed(outputs, recordings)
     if observed:
-        models: ModelSizes = {"target": model_in(outputs.meta, "target"), "draft": {}}
+        models: Models = {"target": model_in(outputs.meta, "target"), "draft": {}}
     else:
         models = models_of(name, outputs)
     if given:
@@ -539,7 +539,7 @@ def _latencies_of(label: str) -> str:
 
 
 def check_models(
-    name: str, known: ModelSizes, tables: Tables, drafter: Source | None,
+    name: str, known: Models, tables: Tables, drafter: Source | None,
     option: str | None, say: Say,
 ) -> None:  # fmt: skip
     """Refuse latencies of other models than a recording that the user did not name.
@@ -621,7 +621,7 @@ def is_drawn(trace: Trace) -> bool:
     return trace.meta.get("kind") == "synthetic"
 
 
-def _label(models: ModelSizes, tables: Tables, drafter: str, drawn: bool) -> str:
+def _label(models: Models, tables: Tables, drafter: str, drawn: bool) -> str:
     """Return target, drafter, engine and device in a few words; `drawn`: the trace is synthetic."""
     found = [(dict(table.meta), device_of(table)) for table in tables.values()]
     measured, device = found[0] if len(found) == 1 else ({}, "")

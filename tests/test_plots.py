@@ -305,7 +305,7 @@ def test_replicas_share_the_requests_that_a_figure_counts(
         "simulator.plots.look.save_all_kinds",
         lambda figure, path, *_: drawn.setdefault(path.stem, figure),
     )
-    plots.draw_serving(tmp_path, rows, SMALL, GRID, policies, scenarios)
+    plots.draw(tmp_path, rows, SMALL, GRID, policies, scenarios)
     axes = drawn["over_time"].axes
     assert axes[0].get_ylabel() == "requests running\nper replica"
     assert axes[-1].get_xlabel().endswith("at batch 4")  # the largest, not the last

@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from policies.arrays import Floats
-from policies.batch.base import Policy
+from policies.batch.base import BatchPolicy
+from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
 from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
@@ -28,15 +29,16 @@ from simulator.plots import look
 from simulator.serving import Scenario, over_batches, sweep
 from simulator.serving.study import break_even_load
 from traces.acceptance.trace import Trace
-from traces.aliases import Row, Say, silent
+from traces.aliases import Say, silent
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 
+Rows = Sequence[Mapping[str, Any]]
 SLOWER_FASTER = LinearSegmentedColormap.from_list("diverging", ["#8C4A00", "#FFFFFF", "#004978"])
 """Brown below a speedup of 1, blue above it."""
 
 
-def plot_latency_throughput(rows: Sequence[Row]) -> Figure:
+def plot_latency_throughput(rows: Rows) -> Figure:
     """Plot mean TPOT against throughput, a curve a policy, a point a batch size (CM-ASD, Fig. 2).
 
     Replications are drawn with their 95% intervals.
@@ -72,9 +74,7 @@ def plot_latency_throughput(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def plot_latency_load(
-    rows: Sequence[Row], latency: str = "e2e_s", baseline: str | None = None
-) -> Figure:
+def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None = None) -> Figure:
     """Plot the mean latency against offered load, and the load at which each policy breaks even.
 
     `latency` is ``ttft_s``, ``tpot_s`` or ``e2e_s``.  `baseline` is the policy to break even with;
@@ -124,7 +124,7 @@ def plot_latency_load(
     return figure
 
 
-def plot_pareto(rows: Sequence[Row]) -> Figure:
+def plot_pareto(rows: Rows) -> Figure:
     """Draw output tokens/s of one user against those of all, one curve a policy.
 
     A point is a batch size or a load; a user's tokens/s are 1 / TPOT.  The grey line joins the
@@ -167,10 +167,10 @@ def plot_pareto(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def plot_over_time(rows: Sequence[Row]) -> Figure:
+def plot_over_time(rows: Rows) -> Figure:
     """Draw requests running and KV blocks in use over simulated time, one curve a policy.
 
-    Sequence[Row] of one load or batch size; of replications, the first is drawn.
+    Rows of one load or batch size; of replications, the first is drawn.
     """
     if not rows:
         raise DraftsimError("there are no rows to draw: sweep first")
@@ -264,7 +264,7 @@ def _replicated(line: pd.DataFrame, latency: str) -> bool:
     return f"{latency}_lo" in line and bool(line[f"{latency}_lo"].notna().any())
 
 
-def _frame(rows: Sequence[Row]) -> pd.DataFrame:
+def _frame(rows: Rows) -> pd.DataFrame:
     if not rows:
         raise DraftsimError("there are no rows to draw: sweep first")
     return pd.json_normalize([dict(row) for row in rows], sep="_")
@@ -296,9 +296,9 @@ APART = 1.3
 """Prompt lengths nearer to each other than this factor share a column."""
 
 
-def draw_serving(
-    folder: Path, rows: Sequence[Row], trace: Trace, latency: LatencyTable,
-    policies: Mapping[str, Policy], scenarios: Sequence[Scenario],
+def draw(
+    folder: Path, rows: Sequence[Mapping[str, Any]], trace: Trace, latency: LatencyTable,
+    policies: Mapping[str, DraftPolicy | BatchPolicy], scenarios: Sequence[Scenario],
     title: str = "", say: Say = silent, rule: VerifyRule | None = None,
 ) -> list[Path]:  # fmt: skip
     """Draw the rows, with `title` below each figure, and return the PNG files.
@@ -333,7 +333,7 @@ def draw_serving(
             return written
         written += pareto()
         names = {row["policy"] for row in finished}
-        baseline = PLAIN if PLAIN in names else None
+        baseline = "autoregressive" if "autoregressive" in names else None
         for metric, name in (("e2e_s", "e2e"), ("tpot_s", "tpot"), ("ttft_s", "ttft")):
             drawn = [row for row in finished if row[metric]["mean"] == row[metric]["mean"]]
             if drawn:
@@ -358,8 +358,8 @@ def draw_serving(
 
 
 def _speedups(
-    rows: Sequence[Row], trace: Trace, latency: LatencyTable,
-    policies: Mapping[str, Policy], scenarios: Sequence[Scenario],
+    rows: Sequence[Mapping[str, Any]], trace: Trace, latency: LatencyTable,
+    policies: Mapping[str, DraftPolicy | BatchPolicy], scenarios: Sequence[Scenario],
     rule: VerifyRule | None,
 ) -> dict[str, npt.NDArray[np.float64]]:  # fmt: skip
     """Return the speedup of every policy that drafts, by batch and prompt length.
@@ -417,7 +417,7 @@ def limits(pairs: Pairs) -> Floats:
     return np.asarray(np.maximum.accumulate(every * each))
 
 
-def needed(row: Row) -> Floats:
+def needed(row: Mapping[str, Any]) -> Floats:
     """Return `limits` of a row's curve, which give the row's own replicas at the rate asked for.
 
     Interpolated limits are cut to agree with the simulated ones.  A limit is known to `FINE`: one
@@ -446,7 +446,7 @@ def crossings(one: Pairs, other: Pairs) -> list[tuple[float, float]]:
     return found
 
 
-def plot_replicas(rows: Sequence[Row]) -> Figure:
+def plot_replicas(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Plot replicas needed over request rates; rows of `simulator.capacity.plan` with curves.
 
     Markers stand at the rate asked for, with the interval over replications; rings where the
@@ -498,7 +498,9 @@ def plot_replicas(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _mark_crossings(axes: Any, drawn: Sequence[tuple[int, Row]], shifts: Floats, end: float) -> str:
+def _mark_crossings(
+    axes: Any, drawn: Sequence[tuple[int, Mapping[str, Any]]], shifts: Floats, end: float
+) -> str:
     plain = next((row["curve"] for _, row in drawn if row["policy"] == PLAIN), None)
     if plain is None:
         return f"{PLAIN} meets the SLO at no rate"
