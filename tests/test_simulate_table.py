@@ -21,7 +21,7 @@ from simulator.summary import (
     summarize,
     to_rows,
 )
-from simulator.whatif.ranking import with_gains
+from simulator.whatif.ranking import compared
 from tests.conftest import Run
 from tests.gains import paired_gain
 from tests.scored import LATENCY, scored_trace
@@ -40,7 +40,7 @@ def logs() -> list[RoundLog]:
 def test_gains_are_paired_and_over_what_is_asked() -> None:
     runs = logs()
     rows, priced = to_rows(summarize(runs, LATENCY, resamples=200)), price_all(runs, LATENCY)
-    found = with_gains(rows, priced, LATENCY, "fixed:gamma=4", 200)
+    found = compared(rows, priced, LATENCY, "fixed:gamma=4", 200)
     assert found[2]["gain"] is None
     for row, log in ((found[1], runs[0]), (found[3], runs[2])):
         assert (row["gain"], row["gain_lo"], row["gain_hi"]) == pytest.approx(
@@ -48,7 +48,7 @@ def test_gains_are_paired_and_over_what_is_asked() -> None:
         )
         assert row["against"] == "fixed:gamma=4"
     with pytest.raises(DraftsimError, match="--against nobody: not among the policies"):
-        with_gains(rows, priced, LATENCY, "nobody", 200)
+        compared(rows, priced, LATENCY, "nobody", 200)
     best = max(found[1:], key=lambda row: row["speedup"])
     assert best["policy"] in headline(found)
     assert f"{three_digits(best['speedup'])}x" in headline(found)
@@ -201,7 +201,7 @@ def test_a_row_is_named_by_its_rule_where_policies_have_several() -> None:
 
     def against(name: str, logs: list[RoundLog]) -> list[int]:
         rows = to_rows(summarize(logs, LATENCY, resamples=10))
-        found = with_gains(rows, price_all(logs, LATENCY), LATENCY, name, 10)
+        found = compared(rows, price_all(logs, LATENCY), LATENCY, name, 10)
         assert {row["against"] for row in found} <= {None, name}
         return [i for i, row in enumerate(found) if row["gain"] is None]
 
@@ -250,7 +250,7 @@ def test_rounds_of_other_prompts_share_no_table_and_latex_keeps_the_notes(
 def test_lossy_rules_alone_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
     log = replay(scored_trace(), Fixed(4), parse_rule("spec-verification"))
     rows, priced = to_rows(summarize([log], LATENCY)), price_all([log], LATENCY)
-    print_ranked(with_gains(rows, priced, LATENCY, None, 50))
+    print_ranked(compared(rows, priced, LATENCY, None, 50))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[:2] == ["", "lossy (the output changes)"]
 

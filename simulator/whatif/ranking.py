@@ -306,7 +306,7 @@ def ranked_rows(
 
     Their outputs are in `trace`.  With ``by_category`` rows of every category follow, whose gains
     are None: a category holds few prompts.  `progress` is that of `simulator.summary.price_all`,
-    the other options and errors those of `with_gains`.
+    the other options and errors those of `compared`.
     """
     logs = ranking.logs if logs is None else logs
     for log in logs:
@@ -319,7 +319,7 @@ def ranked_rows(
         )
         return ranking.noted(summary.to_rows(frame))
 
-    overall = with_gains(made(False), runs, latency, against, resamples, prefill)
+    overall = compared(made(False), runs, latency, against, resamples, prefill)
     if not by_category:
         return overall
     of_all = {(r["policy"], r["verify"], r["source"]): r for r in overall}
@@ -330,7 +330,7 @@ def ranked_rows(
     ]
 
 
-def with_gains(
+def compared(
     rows: Sequence[Row], runs: Sequence[Priced], latency: LatencyTable, against: str | None,
     resamples: int, prefill: bool = False,
 ) -> list[Row]:  # fmt: skip
