@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from policies import Fixed
@@ -16,7 +15,7 @@ from simulator.pricing import price
 from simulator.ratios import ratio_costs
 from simulator.summary import summarize
 from traces.acceptance.synthetic import synthetic_trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 
@@ -35,7 +34,7 @@ def latency() -> LatencyTable:
         for width in (1, 2, 3, 5, 9, 17, 25)
         for context in (0, 64, 256, 1024)
     ]
-    return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+    return LatencyTable(as_cells(rows))
 
 
 def test_cost_ratios(benchmark: Any, log: RoundLog) -> None:

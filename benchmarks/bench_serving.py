@@ -10,11 +10,10 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import simpy
 
-from policies.batch.base import BatchPolicy
+from policies.batch.base import Policy
 from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
@@ -30,7 +29,7 @@ from simulator.serving import (
 )
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 
 CONVERSATIONS = (
     Path(__file__).resolve().parents[2] / "shared" / "data" / "arrivals"
@@ -49,14 +48,14 @@ def measured_like_table() -> LatencyTable:
         (m, "prefill", b, n, 0, s * (0.012 + 4e-5 * b * n), 0.0, 5)
         for m, s in (("target", 1.0), ("draft", 0.08)) for b in (1, 4, 16) for n in (16, 256, 4096)
     ]  # fmt: skip
-    return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+    return LatencyTable(as_cells(rows))
 
 
 def recorded_like_trace() -> Trace:
     return synthetic_trace(0.7, requests=100, tokens=256, seed=1, concentration=2.0)
 
 
-CASES: dict[str, tuple[DraftPolicy | BatchPolicy, Scenario]] = {
+CASES: dict[str, tuple[Policy, Scenario]] = {
     "plain, batch 32": (
         Autoregressive(), Scenario(ClosedLoop(32), Limits(32), requests=800),
     ),
@@ -101,9 +100,7 @@ def test_serving_speed(benchmark, case):
     benchmark.extra_info["tokens_per_s"] = run.recorder.tokens / benchmark.stats["min"]
 
 
-def measured(
-    trace: Trace, latency: LatencyTable, policy: DraftPolicy | BatchPolicy, scenario: Scenario
-) -> str:
+def measured(trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario) -> str:
     """Return speed of the best of three runs, in processor time: others may want the machine
     too.
     """

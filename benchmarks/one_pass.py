@@ -30,7 +30,7 @@ import pandas as pd
 from benchmarks.server_left_out import GPT_OSS_120B, TABLES, eagle3_runs
 from policies.batch.confidence import AdaptiveVerification
 from policies.core import Load
-from simulator.aggregate.hazard import survival
+from simulator.aggregate.hazard import chances
 from simulator.aggregate.positions import of_survival
 from simulator.aggregate.server import COSTS, ServerFit, ServerRun, Target, calibrate
 from traces.acceptance.synthetic import drawn_chances
@@ -119,7 +119,7 @@ def adaptive_rows(table: pd.DataFrame, server: ServerFit) -> tuple[float | None,
 
 def adaptive(server: ServerFit, batch: int, concentration: float | None) -> float:
     """Return tokens/s of `batch` requests whose likeliest drafts are verified."""
-    accepted = np.median(survival(server.draws[:, len(COSTS) + 1 :], K), axis=0)
+    accepted = np.median(chances(server.draws[:, len(COSTS) + 1 :], K), axis=0)
     hazard = accepted / np.concatenate([[1.0], accepted[:-1]])
     rng = np.random.default_rng(batch)
 

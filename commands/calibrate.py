@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
     from simulator.aggregate.server import ServerFit, ServerRun, Target
 
-Engine = Literal["vllm", "sglang", "tensorrt-llm", "llamacpp", "hf"]
+ServerEngine = Literal["vllm", "sglang", "tensorrt-llm", "llamacpp", "hf"]
 ExpertsOption = Annotated[
     str | None,
     typer.Option(
@@ -55,7 +55,7 @@ def calibrate(
     acceptance: OtherAcceptanceOption = None,
     passes: PassesOption = None,
     engine: Annotated[
-        Engine | None,
+        ServerEngine | None,
         typer.Option(help="Only llamacpp has an effect: it assumes kernels for quantised weights."),
     ] = None,
     experts: ExpertsOption = None,
@@ -277,7 +277,7 @@ def shown(rows: Sequence[PredictedSpeed], title: str = BEST, *more: str) -> Show
 
 
 def recommend(
-    engine: Annotated[Engine, typer.Option(help="Engine of the server.")] = "vllm",
+    engine: Annotated[ServerEngine, typer.Option(help="Engine of the server.")] = "vllm",
     bench: Annotated[
         list[str] | None,
         typer.Option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +24,7 @@ from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import Shown, rows_file
 from policies.registry import is_bound
+from traces.aliases import Row
 from traces.digits import counted
 from traces.store.writing import only_writer
 
@@ -131,9 +132,6 @@ def capacity(
 
         label, figure = assumption(table, largest), plot_replicas(rows)
         say_drawn([save_all_kinds(figure, plots / "replicas.png", label, recording.said)])
-
-
-Row = Mapping[str, Any]
 
 
 def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:

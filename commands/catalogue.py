@@ -172,7 +172,7 @@ def weight_rows() -> list[dict[str, Any]]:
 
 def published_rows() -> list[dict[str, Any]]:
     """Return the roofline model against published times."""
-    from simulator.hardware.record import check_published, predictions
+    from simulator.hardware.record import check_published, predicted_runs
     from simulator.published import GAMMATUNE
 
     rows = [{str(k): v for k, v in row.items()} for row in check_published().to_dict("records")]
@@ -182,7 +182,7 @@ def published_rows() -> list[dict[str, Any]]:
             "published": 1e3 * one.run.seconds, "ours": 1e3 * one.seconds, "error": one.error,
             "kind": one.given,
         }
-        for mode in ("eager", "graph") for one in predictions(mode)
+        for mode in ("eager", "graph") for one in predicted_runs(mode)
         if one.study is not GAMMATUNE  # as the paper's table, above
     ]  # fmt: skip
 

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from simulator.serving import Scenario
     from simulator.targets import Targets
     from simulator.tune.gains import Leader, Span
+    from traces.aliases import Row
     from traces.latency.table import LatencyTable
 
 MEAN = "(mean end-to-end latency)"
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
 """Latencies in the printed table, each with its statistic."""
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ def _stopped(count: int, out: Path | None) -> str:
 
 
 def write_as(
-    rows: Sequence[Mapping[str, Any]], path: Path, meta: Mapping[str, Any], caption: str,
+    rows: Sequence[Row], path: Path, meta: Mapping[str, Any], caption: str,
     complete: bool = True,
 ) -> None:  # fmt: skip
     """Write rows as the table that the suffix names; only Parquet says if they are complete."""

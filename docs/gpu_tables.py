@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from docs.reading import table
-from simulator.validation import CONTROL, check_recording
+from policies.registry import PLAIN
+from simulator.validation import check_recording
 from traces.store.files import read_latency
 from traces.store.recordings import BUNDLED
 
@@ -56,7 +57,7 @@ def measured_gpu_errors(device: str) -> str:
     lines = []
     for file in sorted(BUNDLED.glob(f"{device}-*/measured.parquet")):
         rows = check_recording(file.parent)
-        speedups = rows[rows["policy"] != CONTROL]["speedup_error"]
+        speedups = rows[rows["policy"] != PLAIN]["speedup_error"]
         cells = (_median_and_worst(errors) for errors in (rows["error"], speedups))
         differ = int(rows["rounds_differ"].gt(0).sum())
         lines.append((file.parent.name, len(rows), differ, *(c for pair in cells for c in pair)))
@@ -82,10 +83,10 @@ def _passes(name: str, batch: int) -> tuple[str, ...]:
 
 def _speedups(rows: pd.DataFrame) -> tuple[str, ...]:
     by = rows.set_index("policy")
-    plain = by.loc[CONTROL]
+    plain = by.loc[PLAIN]
     pairs = [
         " | ".join(f"{plain[c] / by.loc[policy, c]:.2f}" for c in ("predicted_s", "measured_s"))
         for policy in SHOWN
     ]
-    errors = by["speedup_error"].drop(CONTROL)
+    errors = by["speedup_error"].drop(PLAIN)
     return (*pairs, *_median_and_worst(errors))

@@ -10,7 +10,7 @@ from docs.engine_tables import RECORDED
 from docs.reading import code, table
 from policies import Fixed
 from simulator.tune.formats import LLAMACPP_KEYS, check_llamacpp
-from simulator.tune.single import text_of
+from simulator.tune.single import values_said
 from traces import RoundLog, Trace, find_trace, replay
 from traces.sources import NGramSimple, replay_source
 
@@ -66,7 +66,12 @@ def llamacpp_counts() -> str:
         policy = check_llamacpp(setting)
         known = trace.signals.issuperset(policy.reads)
         rows.append(
-            _row(text_of(setting), given, trace, replay(trace, policy, first=1) if known else None)
+            _row(
+                values_said(setting),
+                given,
+                trace,
+                replay(trace, policy, first=1) if known else None,
+            )
         )
     for run, source in lookups().items():
         given = answers(run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +17,12 @@ def next_true(which: Bools) -> Ints:
     places = np.where(which, np.arange(len(which)), len(which))
     found: Ints = np.minimum.accumulate(places[::-1])[::-1]
     return found
+
+
+def half_iqr(values: npt.ArrayLike) -> Any:
+    """Return half the interquartile range along the first axis: how widely seconds spread."""
+    low, high = np.quantile(np.asarray(values), [0.25, 0.75], axis=0)
+    return (high - low) / 2
 
 
 def ranges(lengths: npt.NDArray[np.integer], begin: Ints | int = 0) -> Ints:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from policies.batch.base import BatchPolicy, SingleStream
+from policies.batch.base import BatchPolicy, Policy, SingleStream
 from policies.core import SIGNALS, DraftPolicy, Load, Round, own_copy, speculate
 from policies.guard import Guarded, length_from
 from policies.guard import PolicyError as PolicyError  # noqa: PLC0414
@@ -146,7 +146,7 @@ class _ScriptedMember(Member):
         return self.decoder.remaining
 
 
-def check_policy(policy: DraftPolicy | BatchPolicy) -> None:
+def check_policy(policy: Policy) -> None:
     """Drive copies of `policy` through scripted streams and check the contract.
 
     Checked: parameters are stored under their own names; only declared signals are
@@ -277,7 +277,7 @@ def _in_batches(policy: DraftPolicy) -> None:
         raise PolicyError("is not deterministic: two copies act differently in one batch")
 
 
-def _batch(policy: DraftPolicy | BatchPolicy) -> list[Round]:
+def _batch(policy: Policy) -> list[Round]:
     """Return the rounds of a batch that begins with `SEQUENCES` and ends with one."""
     together = together_of(policy, vocab_size=VOCABULARY, guarded=True)
     members = [

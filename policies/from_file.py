@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from policies.batch.base import BatchPolicy
+from policies.batch.base import BatchPolicy, Policy
 from policies.checks import PolicyError, check_policy
 from policies.core import DraftPolicy, Load, Round
 from policies.registry import FILE_MARK, capped, describe
@@ -23,7 +23,7 @@ class LoadedPolicy(NamedTuple):
 
     name: str
     """``FILE.py:Class`` without the folder, and the parameters that differ from their defaults."""
-    policy: DraftPolicy | BatchPolicy
+    policy: Policy
     cut: int | None = None
     """Draft length that it is cut at, because it sets none of its own; None: it is not cut."""
 
@@ -60,7 +60,7 @@ def load_file(text: str, max_gamma: int | None = None) -> LoadedPolicy:
     path, name = Path(f"{place}.py"), rest.partition(":")[0].strip()
     module, digest = _run(text, path)
     found = vars(module).get(name)
-    if not (isinstance(found, type) and issubclass(found, DraftPolicy | BatchPolicy)):
+    if not (isinstance(found, type) and issubclass(found, Policy)):
         what = "has no class" if found is None else "has, but as no DraftPolicy or BatchPolicy,"
         raise ValueError(f"{text}: {path} {what} {name!r}: name a subclass of policies.DraftPolicy")
     if _is_elsewhere(found, module):
@@ -85,7 +85,7 @@ def bounded(
     ``max_gamma``: as in `load_file`.  Raises ValueError, or what the constructor raises.
     """
     _, _, given = parse_spec(text, "policy", {name: found})
-    policy: DraftPolicy | BatchPolicy = found(**given)
+    policy: Policy = found(**given)
     check_policy(policy)
     if max_gamma is not None:
         policy = capped(policy, max_gamma, explicit=given)
@@ -116,15 +116,15 @@ def file_of(policy: Any) -> tuple[str, str] | None:
     return mark
 
 
-def identity(policy: Any) -> Any:
+def digestible(policy: Any) -> Any:
     """Return what a digest takes of `policy`, as a class from a file can be pickled by no name."""
     if (mark := vars(type(policy)).get(FILE_MARK)) is not None:
         return (*mark, vars(policy))
     if isinstance(policy, Mapping):
-        return {name: identity(value) for name, value in policy.items()}
+        return {name: digestible(value) for name, value in policy.items()}
     inner = getattr(policy, "policy", None)
     if inner is not None and file_of(inner) is not None:
-        return type(policy).__name__, {**vars(policy), "policy": identity(inner)}
+        return type(policy).__name__, {**vars(policy), "policy": digestible(inner)}
     return policy
 
 

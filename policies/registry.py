@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeVar
 
-from policies.batch.base import BatchPolicy, SingleStream
+from policies.batch.base import BatchPolicy, Policy, SingleStream
 from policies.batch.confidence import (
     AdaptiveVerification,
     ConfidenceFreeze,
@@ -33,7 +33,7 @@ from policies.lengths.specdec_pp import Disco, SpecDecPP
 from policies.spec import describe_spec, parameters, parse_spec
 from policies.wrapper import unwrapped
 
-AnyPolicy = TypeVar("AnyPolicy", bound="DraftPolicy | BatchPolicy")
+AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
 
 POLICIES: Mapping[str, type[DraftPolicy] | type[BatchPolicy]] = {
     "autoregressive": Autoregressive,
@@ -109,15 +109,13 @@ def parse_policy(text: str, *, max_gamma: int | None = None, **resources: Any) -
     return SingleStream(policy) if isinstance(policy, BatchPolicy) else policy
 
 
-def parse_serving_policy(
-    text: str, *, max_gamma: int | None = None, **resources: Any
-) -> DraftPolicy | BatchPolicy:
+def parse_serving_policy(text: str, *, max_gamma: int | None = None, **resources: Any) -> Policy:
     """Return the policy that `text` describes, per request or for a whole batch."""
     name, cls, given = parse_spec(text, "policy", POLICIES)
     known = parameters(cls)
     extra = {k: v for k, v in resources.items() if k in known and k not in given and v is not None}
     try:
-        policy: DraftPolicy | BatchPolicy = cls(**given, **extra)
+        policy: Policy = cls(**given, **extra)
         return policy if max_gamma is None else capped(policy, max_gamma, explicit=given)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         # A JSON value of the wrong shape surfaces as one of the latter three.
@@ -126,6 +124,8 @@ def parse_serving_policy(
 
 PLAIN = "autoregressive"
 """The policy that decodes without drafts."""
+NO_SPECULATION = "no speculation"
+"""The word for an engine that runs without a drafter."""
 
 
 def is_bound(name: str) -> bool:
@@ -137,7 +137,7 @@ def is_bound(name: str) -> bool:
     return POLICIES.get(name.partition(":")[0].partition(" (")[0]) is Oracle
 
 
-def describe(policy: DraftPolicy | BatchPolicy) -> str:
+def describe(policy: Policy) -> str:
     """Return the text form of `policy`: its name and the parameters that differ from the defaults.
 
     A cost or an estimator has no text form and is left out.
@@ -151,7 +151,7 @@ def describe(policy: DraftPolicy | BatchPolicy) -> str:
     return describe_spec(policy, names.get(type(policy), own))
 
 
-def lacks(policy: DraftPolicy | BatchPolicy, resource: str) -> bool:
+def lacks(policy: Policy, resource: str) -> bool:
     """Return True if a shipped `policy` takes the parameter `resource`, and was given none.
 
     False for `RateOptimal`, whose rate is in units of its own cost.

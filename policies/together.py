@@ -14,12 +14,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
-from policies.batch.base import BatchPolicy, caps_of
+from policies.batch.base import BatchPolicy, Policy, caps_of
 from policies.core import DraftPolicy, Load, Round, caught_up, drafting, own_copy
 from policies.errors import DraftsimError
 from policies.guard import PolicyError, lengths_from
 
-Policy = DraftPolicy | BatchPolicy
 Synchronise = Literal["ragged", "minimum", "mean"]
 
 
@@ -61,7 +60,7 @@ def _always(draft: object) -> bool:
 
 
 M = TypeVar("M", bound=Member)
-Draft = Callable[[Sequence[M]], Sequence[Any]]
+DraftMore = Callable[[Sequence[M]], Sequence[Any]]
 """Drafts one token more for each of these members; None without a proposal."""
 
 
@@ -94,7 +93,7 @@ class Together(ABC):
     def leave(self, member: Member) -> None:  # noqa: B027
         """Note that a sequence has ended."""
 
-    def draft(self, members: Sequence[M], load: Callable[[M], Load], more: Draft[M]) -> None:
+    def draft(self, members: Sequence[M], load: Callable[[M], Load], more: DraftMore[M]) -> None:
         """Draft for every member of this iteration, and leave in it what is to be verified.
 
         Raises PolicyError if a policy reads a signal that it does not declare, or returns a length

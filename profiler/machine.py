@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from policies.arrays import half_iqr
 from traces.errors import DraftsimError
 from traces.machine import DISTURBED
 
@@ -218,8 +219,7 @@ class Machine:
         """Return the figures so far, those of runs from their counters."""
         kept, middle, spread = sum((r.kept for r in repeats), Timing(0.0)), None, None
         if self.taken:
-            low, middle, high = (float(q) for q in np.quantile(self.taken, [0.25, 0.5, 0.75]))
-            spread = (high - low) / 2
+            middle, spread = float(np.median(self.taken)), float(half_iqr(self.taken))
         return {
             "runs": sum(r.runs for r in repeats),
             "disturbed": sum(r.disturbed for r in repeats),

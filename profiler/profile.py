@@ -32,9 +32,10 @@ from profiler.models.seq2seq import Seq2SeqRunner, check_room, is_seq2seq, make_
 from profiler.models.stack import LayerRunner
 from profiler.prompts import TEXTS, Prompt
 from profiler.recording.run import DONE_WITH, digest_of
-from profiler.recording.trace import Columns, Recorder, slots_needed
+from profiler.recording.trace import Recorder, slots_needed
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Request, Trace
+from traces.aliases import Columns
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.store.checkpoint import Checkpoint
@@ -70,7 +71,7 @@ class LatencyProfile:
     """
 
     def __init__(self, pair: Pair, grid: Grid, checkpoint: Checkpoint | None = None) -> None:
-        self._grid = grid = fitted(pair, grid)
+        self._grid = grid = fitted_grid(pair, grid)
         slots = min(max(grid.contexts) + grid.widest, _positions(pair))
         self._pair, self._batched = pair, None
         self._short = pair.device.type == "cuda"
@@ -166,7 +167,7 @@ def profile_latency(
     return latency
 
 
-def fitted(pair: Pair, grid: Grid) -> Grid:
+def fitted_grid(pair: Pair, grid: Grid) -> Grid:
     """Return `grid` cut to the pair's positions; DraftsimError if nothing fits."""
     return fitting_grid(grid, _positions(pair), is_seq2seq(pair.target))
 

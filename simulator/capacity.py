@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from policies.batch.base import Policy
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
 from simulator.executors import Cluster, Executor, Local
@@ -24,7 +25,7 @@ from simulator.serving.arrivals import ArrivalFile
 from simulator.serving.outcome.report import t_interval
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.routers import describe_router
-from simulator.serving.run import Policy, simulate
+from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
 from simulator.serving.study import ServingRunner, break_even_load, over_rates
 from traces.acceptance.trace import Trace

@@ -32,14 +32,14 @@ from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 
-Row = tuple[str, str, float, RatioEstimate]
+FormulaRow = tuple[str, str, float, RatioEstimate]
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
 def recorded_checks(
     trace: Trace, latency: LatencyTable | None = None, gammas: Sequence[int] = GAMMAS
-) -> Iterator[Row]:
+) -> Iterator[FormulaRow]:
     """Yield (formula, parameters, prediction, replayed with standard error) for each gamma.
 
     The standard error is over the requests.  Without latencies c is 0.1 and verification
@@ -53,7 +53,7 @@ def recorded_checks(
             yield from _steps(trace, table, alpha, gamma)
 
 
-def _steps(trace: Trace, table: LatencyTable, alpha: float, gamma: int) -> Iterator[Row]:
+def _steps(trace: Trace, table: LatencyTable, alpha: float, gamma: int) -> Iterator[FormulaRow]:
     log = replay(trace, Fixed(gamma))
     plain, run = price(autoregressive(log), table), price(log, table)
     rounds = log.rounds
@@ -201,7 +201,7 @@ class _Replays:
         return ratio_of_sums(emitted, np.ones(len(emitted)))
 
 
-def _leviathan(replays: _Replays) -> Iterator[Row]:
+def _leviathan(replays: _Replays) -> Iterator[FormulaRow]:
     usual = (0.8, 5, 0.05), (0.6, 4, 0.1), (0.9, 10, 0.02), (0.7, 3, 0.13), (0.5, 1, 0.5)
     limits = (0.0, 4, 0.1), (1.0, 4, 0.1), (0.6, 0, 0.1), (0.6, 6, 0.0)
     for a, g, c in usual + limits:
@@ -223,7 +223,7 @@ def _leviathan(replays: _Replays) -> Iterator[Row]:
         yield "Leviathan optimal gamma", f"alpha={a} c={c}", best, exact
 
 
-def _general(replays: _Replays) -> Iterator[Row]:
+def _general(replays: _Replays) -> Iterator[FormulaRow]:
     # `s` is the part of a draft pass that selects its cache.
     for a, g, c, v, s in ((0.8, 5, 0.05, 1.3, 0.0), (0.6, 4, 0.1, 1.1, 0.04)):
         where = f"alpha={a} gamma={g} c={c} T_v/T_t={v}"
@@ -239,7 +239,7 @@ def _general(replays: _Replays) -> Iterator[Row]:
         yield "block efficiency from survival", f"alpha={a} gamma={g}", survival, exact
 
 
-def _gammatune(replays: _Replays) -> Iterator[Row]:
+def _gammatune(replays: _Replays) -> Iterator[FormulaRow]:
     for a, g, c_gt in ((0.8, 5, 8.0), (0.6, 4, 4.0), (0.0, 4, 4.0), (1.0, 4, 4.0)):
         log = replays.log(a, g)
         where = f"alpha={a} gamma={g} c={c_gt}"
@@ -265,7 +265,7 @@ def _gammatune(replays: _Replays) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _break_evens(replays: _Replays) -> Iterator[Row]:
+def _break_evens(replays: _Replays) -> Iterator[FormulaRow]:
     name = "break-even"
     yield f"{name} Leviathan", "alpha=c=0.4 gamma=1", 1.0, replays.speedup(0.4, 1, 0.4)
     for g, c, v in ((4, 0.1, 1.0), (4, 0.1, 1.5), (8, 0.2, 1.0)):
@@ -286,7 +286,7 @@ def _break_evens(replays: _Replays) -> Iterator[Row]:
         yield f"{name} SpecBound", where, 1.0, replays.speedup(a, g - 1, d)
 
 
-def _specbound(replays: _Replays) -> Iterator[Row]:
+def _specbound(replays: _Replays) -> Iterator[FormulaRow]:
     for a, g, d in ((0.8, 6, 0.3), (0.9, 8, 0.25), (0.0, 8, 0.25), (1.0, 8, 0.25), (0.7, 1, 0.3)):
         where = f"alpha={a} gamma={g} depth={d}"
         # Physical: the last position computed is the verified one, so gamma - 1 are drafts
@@ -304,14 +304,14 @@ def _specbound(replays: _Replays) -> Iterator[Row]:
         yield "SpecBound App. E", where, specbound.worst_case(w, d), replays.speedup(0.0, w - 1, d)
 
 
-def _pearl(replays: _Replays) -> Iterator[Row]:
+def _pearl(replays: _Replays) -> Iterator[FormulaRow]:
     for a, g in ((0.8, 5), (0.6, 3), (0.9, 8), (0.5, 1), (0.0, 4)):
         simulated = ratio_of_sums(*pearl_cycles(replays.trace(a).run_lengths.tolist(), g))
         where = f"alpha={a} gamma={g}"
         yield "PEARL tokens per step", where, parallel.tokens_per_step(a, g), simulated
 
 
-def _dsi(replays: _Replays) -> Iterator[Row]:
+def _dsi(replays: _Replays) -> Iterator[FormulaRow]:
     length = 100
     outputs = max(replays.tokens // length, 2)
     for a, k, c in ((0.8, 1, 0.1), (0.6, 5, 0.1), (0.0, 3, 0.1), (1.0, 3, 0.1)):
@@ -333,7 +333,7 @@ def _dsi(replays: _Replays) -> Iterator[Row]:
         yield "DSI plain latency", where, float(length), ratio_of_sums(plain, np.ones(outputs))
 
 
-def _batching(replays: _Replays) -> Iterator[Row]:
+def _batching(replays: _Replays) -> Iterator[FormulaRow]:
     for a, g, batch, proposing in ((0.8, 5, 1, 1), (0.8, 5, 2, 1), (0.8, 5, 8, 6), (0.9, 4, 4, 4)):
         trace = synthetic_trace(a, requests=batch, tokens=replays.tokens // 2, seed=replays.seed)
         runs = trace.run_lengths.reshape(batch, -1)
@@ -396,11 +396,11 @@ def run_checks(
     ]  # fmt: skip
     if trace is not None:
         parts.append(recorded_checks(trace, latency))
-    checks = [compare(*row) for row in chain.from_iterable(parts)]
+    checks = [checked(*row) for row in chain.from_iterable(parts)]
     return pd.DataFrame(checks, columns=list(Check._fields))
 
 
-def compare(formula: str, parameters: str, closed_form: float, simulated: RatioEstimate) -> Check:
+def checked(formula: str, parameters: str, closed_form: float, simulated: RatioEstimate) -> Check:
     """Return a `Check` of a closed form against a simulated value with its standard error."""
     value, error = simulated
     gap = value - closed_form

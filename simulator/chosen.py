@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeGuard, TypeVar
 
-from policies.batch.base import BatchPolicy, SingleStream
+from policies.batch.base import BatchPolicy, Policy, SingleStream
 from policies.core import DraftPolicy
 from policies.from_file import Cut, file_of, is_file, load_file, said_cut
 from policies.lengths.basic import Autoregressive, Fixed
@@ -30,16 +30,15 @@ from policies.rules.memory import OnlineCorrectionMemory
 from policies.rules.registry import parse_rule
 from policies.spec import describe_spec, parameters
 from traces.acceptance.trace import Trace
+from traces.aliases import Say, silent
 from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.run import can_replay
 from traces.sources.methods import exact_policy, same_rule
 
-Say = Callable[[str], None]
 Named = list[tuple[str, DraftPolicy]]
-Served = DraftPolicy | BatchPolicy
-Policies = Sequence[str | Served]
+Policies = Sequence[str | Policy]
 Text = TypeVar("Text")
 
 FITTED = "rate-optimal"
@@ -52,10 +51,6 @@ LENGTHS = ("fixed:gamma=2", "fixed:gamma=4")
 """Fixed draft lengths among all policies."""
 LONGEST = 12
 """Longest fixed draft length swept by default."""
-
-
-def silent(_: str) -> None:
-    """Say nothing."""
 
 
 def load_policies(
@@ -82,7 +77,7 @@ def load_policies(
     limit = trace.max_gamma if max_gamma is None else max_gamma
     if every:
         names = [*(n for n in names if n != "all"), *policy_names("single")]
-    chosen: dict[str, Served] = {}
+    chosen: dict[str, Policy] = {}
     absent: dict[str, DraftPolicy] = {} if lacking is None else lacking
     for given in names:
         if (text := name_or_added(given, chosen, limit, say)) is None:
@@ -134,8 +129,8 @@ def informed(
 
 
 def name_or_added(
-    text: str | Served, chosen: dict[str, Served], limit: int | None, say: Say,
-    ready: Callable[[str, Served], Served] = lambda _, policy: policy,
+    text: str | Policy, chosen: dict[str, Policy], limit: int | None, say: Say,
+    ready: Callable[[str, Policy], Policy] = lambda _, policy: policy,
 ) -> str | None:  # fmt: skip
     """Return the name of a shipped policy; None for others, which are added to `chosen`.
 
@@ -169,18 +164,18 @@ def name_or_added(
     return None
 
 
-def check_file(text: str, name: str, policy: Served, chosen: Mapping[str, Served]) -> None:
+def check_file(text: str, name: str, policy: Policy, chosen: Mapping[str, Policy]) -> None:
     """Raise DraftsimError if `chosen` has a class of another file than `text` under its `name`."""
     if name in chosen and file_of(chosen[name]) != file_of(policy):
         raise DraftsimError(f"{text}: another file's policy has the name {name}: rename the file")
 
 
-def within(policy: Served, limit: int | None) -> tuple[Served, int | None]:
+def within(policy: Policy, limit: int | None) -> tuple[Policy, int | None]:
     """Return an object's policy, and the length to cut its drafts at; None: it is not cut.
 
     Defaults of a shipped policy are lowered to `limit`.  Raises DraftsimError if it is no policy.
     """
-    if not isinstance(policy, DraftPolicy | BatchPolicy):
+    if not isinstance(policy, Policy):
         raise DraftsimError(
             f"{policy!r} is no policy: give a name, or an object whose class is a DraftPolicy or "
             "a BatchPolicy"
@@ -198,7 +193,7 @@ def within(policy: Served, limit: int | None) -> tuple[Served, int | None]:
     return policy, limit if longest is None or by_default else None
 
 
-def repeats(policy: Served, chosen: Mapping[str, Served]) -> bool:
+def repeats(policy: Policy, chosen: Mapping[str, Policy]) -> bool:
     """Return True if `chosen` has the same shipped policy, under whatever name.
 
     A cost or an estimator has no text form, so policies that hold one never repeat another.
@@ -210,7 +205,7 @@ def repeats(policy: Served, chosen: Mapping[str, Served]) -> bool:
     return any(alike) and not any(vars(policy).get(own) for own in ("cost", "estimator"))
 
 
-def name_of(policy: Served, taken: Collection[str]) -> str:
+def name_of(policy: Policy, taken: Collection[str]) -> str:
     """Return the name of a policy given as an object: its text form, or its class and parameters.
 
     A number is appended if the name is in `taken`.
@@ -225,7 +220,7 @@ def name_of(policy: Served, taken: Collection[str]) -> str:
     return f"{name} ({alike + 1})" if alike else name
 
 
-def say_left_out(lacking: Mapping[str, Served], have: Collection[str], say: Say) -> None:
+def say_left_out(lacking: Mapping[str, Policy], have: Collection[str], say: Say) -> None:
     """Remark to `say` which policies were left out, and which of their signals `have` lacks."""
     if lacking:
         missing = sorted({s for policy in lacking.values() for s in policy.reads} - {*have})
@@ -346,7 +341,7 @@ def load_serving_policies(
     settings: Path | None = None,
     largest: int = 1,
     say: Say = silent,
-) -> dict[str, Served]:
+) -> dict[str, Policy]:
     """Return policies by name; no text means `DEFAULT`, ``all`` means `every_policy`.
 
     Policies are `informed` of the costs of the table, and ``rate-optimal`` is `fitted_as_asked`.
@@ -363,8 +358,8 @@ def load_serving_policies(
 
     asked = [t for t in texts or () if t != "all"]
     implied = DEFAULT if not texts else every_policy() if "all" in texts else ()
-    chosen: dict[str, Served] = {}
-    absent: dict[str, Served] = {}
+    chosen: dict[str, Policy] = {}
+    absent: dict[str, Policy] = {}
     out: dict[str, list[str]] = {}
     if settings is not None:
         engine, chosen[settings.name] = read_settings(settings)
@@ -378,12 +373,12 @@ def load_serving_policies(
         if not texts:
             return with_plain({**chosen, **rivals(longest_draft(trace))})
 
-    def ready(name: str, policy: Served, say: Say = say) -> Served:
+    def ready(name: str, policy: Policy, say: Say = say) -> Policy:
         if type(policy) is RateOptimal:
             return fitted_as_asked(name, policy, trace, latency)
         return informed(name, policy, trace, latency, say)
 
-    def as_given(name: str, policy: Served) -> Served:
+    def as_given(name: str, policy: Policy) -> Policy:
         # An object with parameters of its own is served as it is: its rate has its units.
         own = type(policy) is RateOptimal and not is_default(policy)
         return policy if own else ready(name, policy)
@@ -392,7 +387,7 @@ def load_serving_policies(
         if (text := name_or_added(given, chosen, trace.max_gamma, say, as_given)) is None:
             continue
         try:
-            made: Served = parse_serving_policy(exact_policy(text), max_gamma=trace.max_gamma)
+            made: Policy = parse_serving_policy(exact_policy(text), max_gamma=trace.max_gamma)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
         if text not in asked and trace.max_gamma is None and made.longest_draft() is None:
@@ -418,7 +413,7 @@ def load_serving_policies(
     return with_plain(chosen)
 
 
-def _unserved(policy: Served, trace: Trace, mode: str) -> str:
+def _unserved(policy: Policy, trace: Trace, mode: str) -> str:
     """Return why a `mode` of serving a trace cannot run a policy, signals aside; "" if it can."""
     batched = mode in ("continuous", "static")
     if isinstance(policy, BatchPolicy) and not batched:
@@ -463,7 +458,7 @@ def fitted(trace: Trace, latency: LatencyTable, longest: int | None = None) -> R
     return fit_rate_optimal(trace, latency, gamma_max=longest, batches=sizes).policy
 
 
-def with_plain(chosen: dict[str, Served]) -> dict[str, Served]:
+def with_plain(chosen: dict[str, Policy]) -> dict[str, Policy]:
     """Return the policies with no speculation first, which speedups are over."""
     # A subclass may draft, so it is no baseline.
     plain = {n: p for n, p in chosen.items() if type(p) is Autoregressive}

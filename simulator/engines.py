@@ -134,7 +134,7 @@ def with_speedups(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]
     return with_noise(rows, first)
 
 
-def row_of(
+def row_of_load(
     own_runs: PolicyRuns, latency: LatencyTable, trace: Trace, policy: Any, scenario: Scenario
 ) -> dict[str, Any]:
     """Return a load under one policy, measured and predicted.

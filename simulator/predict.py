@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from policies.batch.base import Policy
 from policies.core import DraftPolicy
 from policies.from_file import is_file
 from policies.registry import lacks, parse_policy
@@ -20,22 +21,18 @@ from policies.rules.registry import parse_rule
 from simulator.chosen import (
     Named,
     Policies,
-    Say,
-    Served,
     Text,
     check_file,
     is_unfitted,
     load_policies,
     load_rule,
     named,
-    silent,
 )
 from simulator.executors import results_of
 from simulator.recording import Recording
 from simulator.whatif.ranking import (
     TEXTBOOK,
     UNFITTED,
-    Progress,
     Ranking,
     lossless,
     rank,
@@ -44,6 +41,7 @@ from simulator.whatif.ranking import (
     without_plain,
 )
 from traces.acceptance.trace import Trace
+from traces.aliases import Count, Row, Say, silent
 from traces.digits import counted
 from traces.errors import DraftsimError, SignalError, TailError
 from traces.latency.table import CELL_COLUMNS, LatencyTable
@@ -188,8 +186,6 @@ def with_free_lookups(latency: LatencyTable) -> LatencyTable:
     return LatencyTable(pd.concat([latency.cells, free], ignore_index=True), latency.meta)
 
 
-Row = dict[str, Any]
-
 QUALITY = (
     "agreement", "relative_bleu", "scored", "solved", "solved_greedy", "tested", "passed",
     "passed_greedy",
@@ -200,7 +196,7 @@ QUALITY = (
 class AskedPolicies(NamedTuple):
     """Policies asked for, by how they are replayed."""
 
-    policies: list[str | Served] | None
+    policies: list[str | Policy] | None
     """Draft lengths with the recording's drafter, under one rule; None: every policy."""
     systems: list[str]
     """Methods with another draft source."""
@@ -264,7 +260,7 @@ def compare(
     recording: Recording, latency: LatencyTable, asked: AskedPolicies,
     rule: VerifyRule | None = None, memory: Path | None = None, *, lossy: bool = True,
     always: bool = False, alone: bool = False, say: Say = silent,
-    progress: Progress = lambda *_: None,
+    progress: Count = silent,
 ) -> Compared:  # fmt: skip
     """Replay what is asked for, and rank it.
 
@@ -448,7 +444,7 @@ def replay_ruled(
     two files have one name.
     """
     logs: list[RoundLog] = []
-    held: dict[str, Served] = {}
+    held: dict[str, Policy] = {}
     for name in names:
         text, policy, rule = load_method(name, trace, memory, say, latency)
         called = name

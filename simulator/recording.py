@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from policies.rules.base import VerifyRule
-from simulator.chosen import Say, Text, load_rule, one_rule, silent
+from simulator.chosen import Text, load_rule, one_rule
 from traces.acceptance.survival import impute
 from traces.acceptance.synthetic import OUTPUT, trace_by_position
 from traces.acceptance.trace import UNKNOWN, Trace
+from traces.aliases import Say, silent
 from traces.digits import counted
 from traces.errors import DraftsimError, FileError
 from traces.latency.graphs import CUDAGraphs

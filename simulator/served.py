@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from simulator.engines import figures_of, priced, row_of, with_profile_errors, with_speedups
+from policies.arrays import half_iqr
+from simulator.engines import figures_of, priced, row_of_load, with_profile_errors, with_speedups
 from simulator.pricing import host_at
 from simulator.serving.arrivals import Arrivals
 from simulator.serving.cost import EngineCost
@@ -23,7 +24,7 @@ from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, SERVER, LatencyTable
+from traces.latency.table import SERVER, LatencyTable, as_cells
 from traces.store.engine_runs import PolicyRuns, ServedRun
 
 CONTROL_OPEN = 4
@@ -57,9 +58,9 @@ def with_server(latency: LatencyTable, controls: Mapping[int, Sequence[ServedRun
         apart = [float(np.diff(run.queued_s[:batch]).mean()) for run in runs if batch > 1]
         told = {"request": requests, "iteration": steps or [0.0], "apart": apart or [0.0]}
         for phase, seconds in told.items():
-            low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75])
-            rows.append((SERVER, phase, batch, 1, 0, middle, (high - low) / 2, len(seconds)))
-    cells = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+            middle, spread = np.median(seconds), half_iqr(seconds)
+            rows.append((SERVER, phase, batch, 1, 0, middle, spread, len(seconds)))
+    cells = as_cells(rows)
     meta: dict[str, Any] = {"server": {"control": "plain decoding", "loops": sorted(controls)}}
     table = pd.concat([latency.cells, cells], ignore_index=True)
     return LatencyTable(table, {**latency.meta, **meta})
@@ -127,7 +128,7 @@ def served_rows(
     for load, scenario in scenarios.items():
         for text, policy in chosen.items():
             found = own_runs[load, text]
-            old.append(row_of(found, served, trace, policy, scenario))
+            old.append(row_of_load(found, served, trace, policy, scenario))
             rows.append(
                 _row(found, measured[load, text], now, table, trace, policy, scenario, slower)
             )
@@ -138,7 +139,7 @@ def _row(
     own_runs: PolicyRuns, runs: Sequence[ServedRun], latency: LatencyTable, table: LatencyTable,
     trace: Trace, policy: Any, scenario: Scenario, slower: Slowdown,
 ) -> dict[str, Any]:  # fmt: skip
-    row = row_of(own_runs, table, trace, policy, scenario)
+    row = row_of_load(own_runs, table, trace, policy, scenario)
     bare = simulate(trace, latency, policy, scenario, name=own_runs.text)
     alone = figures_of(own_runs.kept(bare.requests))
     alone["throughput"] = figures_of(bare.requests)["throughput"]

@@ -9,7 +9,7 @@ intervals over prompts, the unit that is independent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from simulator.bootstrap import gain, rate_ratio
 from simulator.bootstrap import resamples as draws
 from simulator.executors import results_of
 from simulator.pricing import Priced, autoregressive, price
+from traces.aliases import Count, silent
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
@@ -148,7 +149,7 @@ def to_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def price_all(
     logs: Sequence[RoundLog], latency: LatencyTable,
-    progress: Callable[[int, int], None] = lambda *_: None,
+    progress: Count = silent,
 ) -> list[Priced]:  # fmt: skip
     """Return plain decoding of the first log's requests and each log, priced.
 

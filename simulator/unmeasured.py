@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from policies.batch.base import BatchPolicy
-from policies.core import DraftPolicy
+from policies.batch.base import Policy
 from simulator.pricing import missing_hosts
 from traces.latency.table import LatencyTable
 
@@ -18,9 +17,7 @@ ERRS = {
 """How results err if a part that plain decoding has, too, costs nothing."""
 
 
-def free_hosts(
-    tables: Iterable[LatencyTable], policies: Iterable[DraftPolicy | BatchPolicy]
-) -> set[str]:
+def free_hosts(tables: Iterable[LatencyTable], policies: Iterable[Policy]) -> set[str]:
     """Return the host phases of runs of `policies` that at least one of `tables` lacks."""
     reads = {bool(policy.reads) for policy in policies}
     return {phase for table in tables for own in reads for phase in missing_hosts(table, own)}

@@ -32,12 +32,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from policies.registry import parse_policy
+from policies.arrays import half_iqr
+from policies.registry import PLAIN, parse_policy
 from simulator.pricing import Priced, price
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.machine import DISTURBED, label
+from traces.machine import DISTURBED, machine_label
 from traces.replay.vectorised import replay_many
 from traces.sources.found import find_drafted
 from traces.store.engine_runs import MEASURED_COLUMNS, OFF_COLUMNS, read_measured
@@ -50,9 +51,6 @@ VALIDATE_COLUMNS = (
     "rounds_differ", "machine", "disturbed", "left_out", "speedup_error",
 )  # fmt: skip
 """Columns of `compare`: seconds; `error` and `spread` relative to `measured_s`."""
-
-CONTROL = "autoregressive"
-"""The policy that speedups are relative to."""
 
 RUN = ["policy", "verify", "batch", "forced"]
 
@@ -90,8 +88,8 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
       that did not run).  It does not change if the whole machine is slower or faster than when it
       was profiled.
     * ``disturbed``: share of the counted runs' seconds without a processor (NaN if not watched);
-      ``machine`` judges it (`traces.machine.label`); ``left_out`` counts repeated and uncounted
-      runs.
+      ``machine`` judges it (`traces.machine.machine_label`); ``left_out`` counts repeated and
+      uncounted runs.
 
     Raises
     ------
@@ -133,18 +131,17 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
             raise DraftsimError(f"the run {run} took {middle} seconds, expected more than 0")
         first = part.drop_duplicates("request")
         expected = float(first["predicted_s"].sum())
-        low, high = np.percentile(seconds, [25, 75])
         differ = part.loc[part["rounds"] != part["predicted_rounds"], "request"].nunique()
-        spread = float(high - low) / 2 / middle if len(seconds) > 1 else math.nan
+        spread = float(half_iqr(seconds)) / middle if len(seconds) > 1 else math.nan
         off = float(counted["off_s"].sum(skipna=False) / counted["wall_s"].sum())
         left_out = len(part) - len(counted) + int(part["repeated"].sum())
-        machine = label({} if math.isnan(off) else {"off": off})
+        machine = machine_label({} if math.isnan(off) else {"off": off})
         rows.append(
             (*run, expected, middle, expected / middle - 1, spread, int(differ), machine, off,
              left_out)
         )  # fmt: skip
     frame = pd.DataFrame(rows, columns=list(VALIDATE_COLUMNS[:-1]))
-    plain = frame[frame["policy"] == CONTROL].set_index(["batch", "forced"])["error"]
+    plain = frame[frame["policy"] == PLAIN].set_index(["batch", "forced"])["error"]
     control = frame.join(plain.rename("control"), on=["batch", "forced"])["control"]
     # (plain / policy), predicted over measured: the policy's own times are the divisor.
     frame["speedup_error"] = (1 + control) / (1 + frame["error"]) - 1
@@ -228,10 +225,10 @@ def verdict(*recordings: pd.DataFrame) -> Verdict:
             other_way = fast[1] >= slow[1]
             if other_way:
                 misranked.append((fast[0], slow[0]))
-            if (fast[0] == CONTROL) != (slow[0] == CONTROL):
+            if (fast[0] == PLAIN) != (slow[0] == PLAIN):
                 signs += 1
                 if other_way:
-                    wrong.append(slow[0] if fast[0] == CONTROL else fast[0])
+                    wrong.append(slow[0] if fast[0] == PLAIN else fast[0])
     return Verdict(
         float(magnitude.median()), float(worst["error"]), str(worst["policy"]), pairs,
         tuple(misranked), signs, tuple(wrong),
@@ -248,7 +245,7 @@ def common_error(rows: pd.DataFrame) -> str:
 
     No speculation is one run among many: a minute of another speed of the machine shows there.
     """
-    plain = rows["policy"] == CONTROL
+    plain = rows["policy"] == PLAIN
     alone, others = rows.loc[plain, "error"], rows.loc[~plain, "error"]
     if len(alone) != 1 or len(others) < 3:
         return ""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from policies.batch.base import Policy
 from policies.core import Round
-from policies.together import Policy, Synchronise, together_of
+from policies.together import Synchronise, together_of
 from profiler.decoding.batch import BatchedDecoder, Stream, speculate_batch
 from profiler.models.runner import Runner
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from simulator.hardware.roofline import ModelShape, Roofline
 from traces.acceptance.synthetic import Bursty, synthetic_trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.operators.devices import DEVICES
 from traces.store.files import write_latency, write_trace
 
@@ -35,7 +35,7 @@ def cells(model: Roofline, prefix: str = "", wrinkle: float = 0.0) -> pd.DataFra
             for b in (1, 16) for n in (1, 2, 9, 25) for c in (16, 2048)
         ]  # fmt: skip
     rows.append((prefix + "target", "host_round", 1, 1, 0, 3e-4, 0.0, 5))
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    return as_cells(rows)
 
 
 def measured(**meta: Any) -> LatencyTable:

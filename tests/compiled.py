@@ -11,12 +11,12 @@ import numpy as np
 import pandas as pd
 from hypothesis import strategies as st
 
+from policies.batch.base import Policy
 from policies.batch.engines import TensorRTLLM
 from policies.batch.tables import BatchTable, DisableByBatchSize
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.serving.compiled import loop
 from simulator.serving.outcome.report import Run
-from simulator.serving.run import Policy
 from tests.serving import CONSTANT, GRID, bernoulli, table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace

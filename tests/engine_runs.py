@@ -19,8 +19,8 @@ from typing import Any
 
 from commands.engine.check import compare_loads, runnable, tried
 from commands.engine.options import named_loads
-from policies import DraftPolicy, parse_policy, policy_names
-from policies.batch.base import BatchPolicy, SingleStream
+from policies import parse_policy, policy_names
+from policies.batch.base import BatchPolicy, Policy, SingleStream
 from profiler.engines import loads as running
 from profiler.engines.cells import EngineGrid
 from profiler.engines.drafts import EngineDrafts, Forced, LookedUp
@@ -91,7 +91,7 @@ def names() -> list[str]:
     return [*single, OWN, OWN_FILE]
 
 
-def policy(name: str) -> DraftPolicy | BatchPolicy:
+def policy(name: str) -> Policy:
     if name in (OWN, OWN_FILE):
         return policy_from(name, LONGEST)
     return parse_policy(name, max_gamma=LONGEST)

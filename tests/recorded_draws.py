@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from profiler.models.sampling import Verdict, count_matches
+from profiler.models.sampling import TokenVerdict, count_matches
 from traces.acceptance.trace import Trace
 from traces.sources.base import true_tokens
 from traces.sources.exit_recording import ExitRecording
@@ -31,7 +31,9 @@ class _Recorded:
         del logits
         return self._tensor(self._true[:1])
 
-    def settle(self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int) -> Verdict:
+    def settle(
+        self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int
+    ) -> TokenVerdict:
         """The drafted tokens that the output has, and its next one where a position is left."""
         del proposals
         true = self._true[position : position + int(logits.shape[0])]

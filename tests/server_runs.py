@@ -13,16 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from commands.engine.check import runnable
 from commands.engine.options import named_loads
-from commands.validate.engine import compare_served
+from commands.validate.engine import compare_over_http
 from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
 from simulator.engines import Workload
 from tests.engine_runs import BATCH, LONGEST, MODEL, OWN_FILE, TRACE, miniature
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 
 POLICIES = ("fixed:gamma=3", "gammatune", OWN_FILE)
 ALONE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -57,7 +55,7 @@ def made_up(folder: Path) -> LatencyTable:
         "kind": "engine", "target": str(folder), "device": "cpu", "dtype": "float32",
         "host_parts": parts, "control_s": {"usual": 0.01}, "engine": {"own_drafter": False},
     }  # fmt: skip
-    return LatencyTable(pd.DataFrame([*rows, *free], columns=list(CELL_COLUMNS)), meta)
+    return LatencyTable(as_cells([*rows, *free]), meta)
 
 
 def main(folder: Path) -> list[dict[str, Any]]:
@@ -68,7 +66,7 @@ def main(folder: Path) -> list[dict[str, Any]]:
     chosen = runnable(POLICIES, TRACE, LONGEST)
     loads = named_loads("closed:1,3", "20")
     work = Workload(TRACE, chosen, loads, len(TRACE.requests))
-    return compare_served(vllm, options, made_up(model), work, folder)
+    return compare_over_http(vllm, options, made_up(model), work, folder)
 
 
 if __name__ == "__main__":

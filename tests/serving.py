@@ -9,13 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import pandas as pd
 
 from simulator.serving import Run
 from simulator.serving.run import EventEngine
 from simulator.serving.scheduler import BlockPool
 from traces.acceptance.trace import Request, Trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable, as_cells
 
 
 def bernoulli(alpha: float, requests: int, tokens: int, seed: int = 0, prompt: int = 32) -> Trace:
@@ -39,7 +38,7 @@ def table_of(rows: Iterable[Sequence[Any]], meta: Mapping[str, Any] = {}) -> Lat
     Spread (0) and repeats (1) may follow.
     """
     full = [(*row, 0.0, 1)[: len(CELL_COLUMNS)] for row in rows]
-    return LatencyTable(pd.DataFrame(full, columns=list(CELL_COLUMNS)), dict(meta))
+    return LatencyTable(as_cells(full), dict(meta))
 
 
 GRID = table_of(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.aggregate.doctor import by_context, diagnose
+from simulator.aggregate.doctor import diagnose, rounds_by_context
 from simulator.aggregate.positions import Positions, of_survival, of_trace
 from tests.conftest import Run
 from tests.logs import vllm_counters
@@ -93,7 +93,7 @@ def test_a_collapse_at_long_contexts_is_one_of_context_length() -> None:
     assert parts[-1].tokens_per_round < 1.3
     assert parts[0].tokens_per_round > 2
     assert diagnose(sound, sound).cause == "as expected"
-    assert by_context(of_survival("rates", EXPECTED)) == []
+    assert rounds_by_context(of_survival("rates", EXPECTED)) == []
 
 
 def scrape(path: Path, rates: tuple[float, ...], rounds: int = 10_000) -> Path:

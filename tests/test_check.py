@@ -14,7 +14,7 @@ from simulator.bootstrap import RatioEstimate
 from simulator.check import (
     Check,
     _Replays,
-    compare,
+    checked,
     dsi_latency,
     pearl_cycles,
     run_checks,
@@ -76,14 +76,14 @@ def test_mixing_the_two_alphas_is_caught() -> None:
     bench = _Replays(4000, 2)
     measured = bench.speedup(0.8, 5, 0.05)
     wrong = leviathan.speedup(leviathan.acceptance_proportion(0.8, 5), 5, 0.05)
-    assert not compare("mixed", "", wrong, measured).ok
-    assert compare("right", "", leviathan.speedup(0.8, 5, 0.05), measured).ok
+    assert not checked("mixed", "", wrong, measured).ok
+    assert checked("right", "", leviathan.speedup(0.8, 5, 0.05), measured).ok
 
 
 def test_without_randomness_agreement_is_exact() -> None:
-    assert compare("f", "", 2.0, RatioEstimate(2.0, 0.0)).ok
-    assert not compare("f", "", 2.0, RatioEstimate(2.000001, 0.0)).ok
-    assert not compare("f", "", 2.0, RatioEstimate(1.0, float("nan"))).ok
+    assert checked("f", "", 2.0, RatioEstimate(2.0, 0.0)).ok
+    assert not checked("f", "", 2.0, RatioEstimate(2.000001, 0.0)).ok
+    assert not checked("f", "", 2.0, RatioEstimate(1.0, float("nan"))).ok
 
 
 @pytest.mark.invariant(7)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from policies import Fixed, GammaTune, describe
-from policies.from_file import file_of, identity, load_file
+from policies.from_file import digestible, file_of, load_file
 from tests.conftest import ROOT, Run
 
 OWN = """
@@ -259,11 +259,11 @@ def test_what_a_study_is_of_changes_with_the_file(tmp_path: Path) -> None:
     found = []
     for limit in (8, 9, 8):
         file.write_text(OWN.replace("gamma: int = 8", f"gamma: int = {limit}"))
-        found.append(identity({"it": load_file(f"{file}:Careful", 4).policy}))
+        found.append(digestible({"it": load_file(f"{file}:Careful", 4).policy}))
     assert found[0] != found[1]
     assert found[0] == found[2]
     plain = {"fixed": Fixed(3)}
-    assert identity(plain) == plain
+    assert digestible(plain) == plain
 
 
 def test_the_policy_of_the_tutorial_takes_its_parameters(

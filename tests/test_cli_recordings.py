@@ -6,7 +6,6 @@ import re
 import shutil
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 import draftsim
@@ -18,7 +17,7 @@ from tests.report_pages import data_of, lead
 from traces.acceptance.trace import Trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.sources import find_drafted
 from traces.store.files import write_latency, write_trace
 from traces.store.identity import engine_head, model_in, same_model
@@ -45,7 +44,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for batch in (1, 4) for width in (1, 2, 9)
     ]  # fmt: skip
     path = tmp_path_factory.mktemp("costs") / "h100.parquet"
-    cells = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    cells = as_cells(rows)
     write_latency(LatencyTable(cells, {"kind": "calibrated"}), path)
     return path
 

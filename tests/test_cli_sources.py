@@ -10,7 +10,7 @@ import pytest
 
 from policies.lengths.basic import Fixed
 from simulator.papers.ours import Ours
-from simulator.papers.specbound import choices, early_exit_rows, sampling_rows
+from simulator.papers.specbound import choices_recorded, early_exit_rows, sampling_rows
 from simulator.pricing import price
 from tests.conftest import Run
 from traces.acceptance.trace import Request, Trace
@@ -218,7 +218,7 @@ def test_a_draft_models_rounds_have_no_calls_and_damage_is_named(tmp_path: Path)
 def test_the_papers_sweeps_are_monotone_where_they_must_be() -> None:
     trace, latency = read_trace(FOLDER / "trace.parquet"), read_latency(FOLDER / "latency.parquet")
     ours = Ours(trace, latency, (), read_recordings(FOLDER))
-    rows, values = early_exit_rows(ours), choices(ours)
+    rows, values = early_exit_rows(ours), choices_recorded(ours)
     rate = {r.row: r.ours for r in rows if r.table == "SpecBound Figure 3" and r.column == "CR"}
     assert len(rate) == sum(len(v) for v in values.values())
     # A laxer threshold and a later bound let more positions exit; width bounds a round's tokens.

@@ -186,11 +186,11 @@ def test_stale_recordings_are_recorded_again(
     small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from commands.profile.sources import modules_of, record
-    from profiler.recording.run import read_run
+    from profiler.recording.run import read_info
     from profiler.sources import run as real
 
     kept = read_recordings(small_run)
-    info = read_run(small_run)
+    info = read_info(small_run)
     pair = info.load()
     modules = modules_of(pair, info, small_run)
     monkeypatch.setattr(real, "record_sources", lambda *_, only, **__: {only[0]: kept[only[0]]})
@@ -254,7 +254,7 @@ def test_heads_are_trained_for_a_target_that_has_none(
 ) -> None:
     from commands.profile.sources import HEADS, modules_of
     from profiler.models.loading import Pair
-    from profiler.recording.run import read_run
+    from profiler.recording.run import read_info
     from profiler.train import heads as train
 
     made: list[str] = []
@@ -269,7 +269,7 @@ def test_heads_are_trained_for_a_target_that_has_none(
         train, "own_text", lambda target, encoded: own_text(target, encoded, rounds=1, batch=6)
     )
     monkeypatch.setattr(train, "train_all", few)
-    info = read_run(small_run)
+    info = read_info(small_run)
     pair: Pair = info.load()
     texts = tmp_path / "texts.txt"
     texts.write_text("return first + second; " * 60)

@@ -64,7 +64,7 @@ def test_sampled_outputs_get_their_early_exits_and_their_row(run: Run, small_run
 def test_sampled_runs_are_priced_by_the_rounds_really_decoded(run: Run, small_run: Path) -> None:
     from policies.lengths.basic import Fixed
     from profiler.checks.spot_check import PlannedPolicy, run_requests
-    from profiler.recording.run import read_run
+    from profiler.recording.run import read_info
     from simulator.pricing import price
     from traces.store.engine_runs import read_measured
     from traces.store.files import read_latency
@@ -79,7 +79,7 @@ def test_sampled_runs_are_priced_by_the_rounds_really_decoded(run: Run, small_ru
     # Every repeat writes the same texts.
     assert (times.groupby(["policy", "request"])["rounds"].nunique() == 1).all()
     trace, planned = read_trace(small_run / "sampled.parquet"), PlannedPolicy("two", Fixed(2))
-    log = run_requests(read_run(small_run).load(), trace, [planned], repeats=1).logs["two"]
+    log = run_requests(read_info(small_run).load(), trace, [planned], repeats=1).logs["two"]
     priced = price(log, read_latency(small_run / "latency.parquet"))
     assert found[1]["predicted_s"] == pytest.approx(priced.total_s)
 

@@ -37,7 +37,7 @@ from policies.lengths.basic import Fixed
 from policies.registry import describe, parse_policy
 from policies.rules.memory import OnlineCorrectionMemory
 from profiler.prompts import read_prompts
-from profiler.recording.run import NAME, RunInfo, read_run, write_run
+from profiler.recording.run import NAME, RunInfo, read_info, write_info
 from simulator.pricing import price
 from simulator.serving.outcome.results import ResultsFile, read_results
 from simulator.tune.formats import read_settings
@@ -57,7 +57,7 @@ from traces.sources.registry import parse_source
 from traces.sources.replay import replay_source
 from traces.store.engine_runs import MEASURED_COLUMNS, MeasuredRuns, write_measured
 from traces.store.files import read_rounds, write_latency, write_rounds, write_trace
-from traces.store.outputs import DIGEST, digest_of
+from traces.store.outputs import DIGEST, digest_of_document
 from traces.store.parquet import HEADER_KEY, write_file
 from traces.store.recordings import trace_folder
 
@@ -242,7 +242,7 @@ READERS: Mapping[str, Reader] = {
     "provenance": Reader(
         "suite/provenance.json", lambda place: anchor_drift(place / "suite")
     ),
-    "run.json": Reader(f"run/{NAME}", lambda place: read_run(place / "run")),
+    "run.json": Reader(f"run/{NAME}", lambda place: read_info(place / "run")),
     "results": Reader("serve.jsonl", results, free="."),
     "settings": Reader(
         "settings.json", served("--settings", "{}/settings.json", "--batch", 2, "--requests", 4)
@@ -317,7 +317,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _suite(folder / "suite")
     meta = {"run_id": "abc", "dtype": "float32", "threads": 1}
     write_trace(type(trace)(trace.columns, trace.requests, 6, meta), folder / "run/trace.parquet")
-    write_run(RunInfo("bundled", "bundled", threads=1, run_id="abc"), folder / "run")
+    write_info(RunInfo("bundled", "bundled", threads=1, run_id="abc"), folder / "run")
     with ResultsFile(folder / "serve.jsonl", key="k") as file:
         for rate in (1.0, 2.0):
             file.add({"policy": "fixed", "rate": rate, "ttft_s": {"mean": 0.1, "p50": None}})
@@ -501,7 +501,7 @@ def in_json(rng: random.Random, content: bytes, sealed: bool) -> Damaged:
     what, changed, told = in_document(rng, json.loads(content))
     if sealed and rng.random() < 0.5 and isinstance(changed, dict) and DIGEST in changed:
         with suppress(TypeError):  # `Raw` is no JSON
-            changed[DIGEST] = digest_of(json.loads(json.dumps(changed)))
+            changed[DIGEST] = digest_of_document(json.loads(json.dumps(changed)))
             return Damaged(f"{what}, sealed", dumped(changed).encode(), told)
     # Older files have no checksum.
     return Damaged(what, dumped(changed).encode(), told or (sealed and DIGEST not in what))

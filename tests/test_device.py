@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,7 +30,7 @@ from profiler.recording.trace import Recorder
 from tests.batched_decoding import decode_batch
 from tests.pretend_gpu import CUDA, PretendedError, PretendedGPU, pretended
 from traces.acceptance.sampling import GREEDY, Sampling
-from traces.latency.table import CELL_COLUMNS
+from traces.latency.table import as_cells
 
 SLOTS, WORDS, NEW = 200, 61, 10
 HALF = torch.bfloat16
@@ -293,7 +292,7 @@ def test_the_hosts_share_of_dictated_runs_is_never_negative(gpu: PretendedGPU, b
     rows = [(model, phase, b, w, c, 1e-9, 0.0, 1)
             for model, phase in (("target", "forward"), ("draft", "forward"), ("draft", "catch_up"))
             for b in (1, 4) for w in (1, 9) for c in (16, 64)]  # fmt: skip
-    passes = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    passes = as_cells(rows)
     cells = host_beyond(
         target, draft, passes, batch=batch, repeats=1, tokens=6, prompt=16, gammas=(0, 2)
     )

@@ -16,7 +16,8 @@ from docs.gpu_tables import measured_gpu
 from docs.lossy_tables import lossy_rules
 from docs.outputs import printed
 from docs.pair_tables import ladder
-from simulator.validation import CONTROL, check_recording, noise_said
+from policies.registry import PLAIN
+from simulator.validation import check_recording, noise_said
 from tests.conftest import ROOT, Run
 from traces import find_latency, find_trace
 from traces.store.recordings import BUNDLED
@@ -135,7 +136,7 @@ def test_accuracy_is_what_was_recorded() -> None:
 def test_the_repeated_check_of_the_real_pair_in_float32_is_as_the_log_says() -> None:
     page = " ".join((ROOT / "docs" / "log" / "qwen_coder.md").read_text().split())
     repeated = checks("qwen-coder-vllm-float32-avx512-cpu", "engine-closed-1-4-2.json")
-    said = str(noise_said(repeated, CONTROL))
+    said = str(noise_said(repeated, PLAIN))
     [perfect] = re.findall(r"a perfect model would show ([\d.]+%) with the noise", said)
     assert f"what a perfect model would show with this noise ({perfect})" in page
     assert said.endswith("0 of 6 are on the wrong side of 1x")
@@ -147,7 +148,7 @@ def test_the_check_of_the_real_pair_with_means_is_as_the_log_says() -> None:
     page = " ".join((ROOT / "docs" / "log" / "qwen_coder.md").read_text().split())
     rows = checks("qwen-coder-vllm-float32-avx512-cpu", "engine-closed-1-4-5.json")
     assert not any(row["rounds_differ"] or row["iterations_differ"] for row in rows)
-    drafting = [row for row in rows if row["policy"] != CONTROL]
+    drafting = [row for row in rows if row["policy"] != PLAIN]
     assert all((row["speedup_predicted"] > 1) == (row["speedup"] > 1) for row in drafting)
     speedup = pd.Series([row["speedup_error"] for row in drafting]).abs().median()
     rate = pd.Series([row["error"] for row in rows]).abs().median()
@@ -171,7 +172,7 @@ def test_the_readmes_gpu_table_is_what_was_recorded() -> None:
 
 def test_accuracy_on_a_gpu_is_what_was_recorded() -> None:
     rows = pd.concat([check_recording(BUNDLED / f"h200-{name}") for name in ON_GPU])
-    errors = rows[rows["policy"] != CONTROL]["speedup_error"].abs()
+    errors = rows[rows["policy"] != PLAIN]["speedup_error"].abs()
     assert not rows["rounds_differ"].any()
     shown = f"| 0 of {len(rows)} runs | {errors.median():.1%} | {errors.max():.1%} |"
     assert shown in (ROOT / "docs" / "fidelity.md").read_text()

@@ -23,7 +23,7 @@ from commands.validate.engine import say_slower
 from policies.lengths.basic import Autoregressive, Fixed
 from profiler.engines import vllm
 from profiler.engines.engine import EngineOptions
-from profiler.engines.vllm.apart import arguments, main, timed
+from profiler.engines.vllm.apart import arguments_apart, main, timed_load
 from profiler.engines.vllm.server import arguments as of_server
 from simulator.engines import (
     Workload,
@@ -77,7 +77,7 @@ class Ticking:
 
 def run_of(jobs: list[PlannedRequest], concurrency: int | None) -> tuple[Ticking, Speed]:
     engine = Ticking()
-    speed = timed(engine, engine.add, jobs, concurrency, lambda: engine.now_s, engine.sleep)
+    speed = timed_load(engine, engine.add, jobs, concurrency, lambda: engine.now_s, engine.sleep)
     return engine, speed
 
 
@@ -145,7 +145,7 @@ def test_a_folder_without_a_tokenizer_is_served_by_token_ids(
     (tmp_path / "config.json").write_text("{}")
     if has_tokenizer:
         (tmp_path / "tokenizer.json").write_text("{}")
-    given = arguments(EngineOptions(str(tmp_path), longest=4, max_batch=4))
+    given = arguments_apart(EngineOptions(str(tmp_path), longest=4, max_batch=4))
     assert given.get("skip_tokenizer_init") == (None if has_tokenizer else True)
 
 
@@ -174,7 +174,7 @@ def test_a_target_may_be_named_by_its_hub_id(
 
 def test_an_engine_apart_keeps_its_own_defaults() -> None:
     options = EngineOptions("m", eagle="h", more={"enforce_eager": False})
-    plain = arguments(options)
+    plain = arguments_apart(options)
     assert not {"enforce_eager", "async_scheduling", "speculative_config"} & set(plain)
 
 
@@ -204,16 +204,16 @@ def test_a_pairs_latencies_are_not_replaced_by_an_engines(tmp_path: Path) -> Non
 
 
 def test_synthetic_acceptance_is_asked_of_the_engines_own_drafter() -> None:
-    given = arguments(EngineOptions("m", draft="d", longest=5), [0.8, 0.5])
+    given = arguments_apart(EngineOptions("m", draft="d", longest=5), [0.8, 0.5])
     speculative = given["speculative_config"]
     assert speculative["rejection_sample_method"] == "synthetic"
     assert speculative["synthetic_acceptance_rates"] == [0.8, 0.5]
     assert (speculative["method"], speculative["num_speculative_tokens"]) == ("draft_model", 2)
     assert given["async_scheduling"] is False
     with pytest.raises(DraftsimError, match=r"has 2 positions.* up to 1: .* --engine-longest 2"):
-        arguments(EngineOptions("m", draft="d", longest=1), [0.8, 0.5])
+        arguments_apart(EngineOptions("m", draft="d", longest=1), [0.8, 0.5])
     with pytest.raises(DraftsimError, match="--draft or --eagle"):
-        arguments(EngineOptions("m"), [0.8])
+        arguments_apart(EngineOptions("m"), [0.8])
 
 
 def test_settings_of_a_profile_are_kept_and_used_again() -> None:
@@ -292,7 +292,7 @@ def test_synthetic_acceptance_searches_no_policies(
     def run_apart(kind: Any, options: Any, work: Workload, rates: Sequence[float]) -> Apart:
         return Apart({load: Speed(1000, 10.0) for load in work.loads}, {})
 
-    monkeypatch.setattr("commands.engine.check.predicted", searched)
+    monkeypatch.setattr("commands.engine.check.policies_predicted", searched)
     monkeypatch.setattr("commands.engine.check.run_apart", run_apart)
     asked = ("validate", "engine", "--run", tmp_path, "--trace", name, "--requests", 4)
     assert "--load closed:99" in run(*asked, "--load", "closed:99").refusal

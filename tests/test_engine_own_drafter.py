@@ -15,11 +15,11 @@ import pandas as pd
 import pytest
 
 from policies import Round, parse_policy
+from policies.batch.base import Policy
 from policies.batch.tables import BatchTable
-from policies.together import Policy
 from profiler.engines.cells import SAMPLE, Cell, EngineGrid
 from profiler.engines.drafts import EngineDrafts, Forced
-from profiler.engines.measure import cells_of
+from profiler.engines.measure import cells_of_engine
 from profiler.engines.session import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
 from profiler.engines.vllm.proposer import OwnDrafter, check_speculative, register
 from profiler.engines.vllm.watch import SECOND_RUNNER, Stopwatches
@@ -188,7 +188,7 @@ def test_the_drafters_passes_are_read_from_iterations_that_ask_for_more_and_more
         (1, 4), (1, 2, 5), (64, 256), ((1, 16), (1, 64)), (1, 3), (1, 5), (16, 64), 1, 3
     )
     rows = [own(cell) for block in grid.blocks() for cell in block for _ in range(3)]
-    table = LatencyTable(cells_of(pd.DataFrame(rows, columns=SAMPLE), own_passes=True))
+    table = LatencyTable(cells_of_engine(pd.DataFrame(rows, columns=SAMPLE), own_passes=True))
 
     def read(phase: str, batch: int, width: int) -> float:
         return float(table.seconds("draft", phase, batch=batch, new_tokens=width, context=100))

@@ -12,10 +12,9 @@ import pytest
 
 from commands.engine.check import runnable
 from policies import DraftPolicy, Load, parse_policy, policy_names
-from policies.batch.base import BatchPolicy, SingleStream
+from policies.batch.base import BatchPolicy, Policy, SingleStream
 from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import parse_serving_policy
-from policies.together import Policy
 from profiler.engines import drafts
 from profiler.engines.drafts import Asked, Forced, LookedUp
 from profiler.engines.session import FORCED, Setup, policy_from, setup_from

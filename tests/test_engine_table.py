@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 
-from commands.engine.check import engine_options, grid_of, often, predicted
+from commands.engine.check import engine_options, grid_of, often, policies_predicted
 from commands.engine.profile import say_slow_dtype
 from policies import parse_policy
 from profiler.engines import measure, vllm
@@ -22,7 +22,7 @@ from profiler.engines.engine import EngineOptions
 from profiler.engines.measure import (
     SWING,
     Average,
-    cells_of,
+    cells_of_engine,
     follows,
     held_out_errors,
     host_parts,
@@ -89,7 +89,7 @@ def test_means_of_cells_add_up_to_the_iterations_that_were_timed() -> None:
     cell = Cell("decode", 4, 5, 256)
     samples = {**measured(), cell: [sample(cell, slower=s) for s in (1, 1, 1, 1.4)]}
     read = [
-        float(LatencyTable(cells_of(frame(samples), average=average)).seconds(
+        float(LatencyTable(cells_of_engine(frame(samples), average=average)).seconds(
             "target", "forward", batch=4, new_tokens=5, context=256
         ))
         for average in get_args(Average)
@@ -98,7 +98,7 @@ def test_means_of_cells_add_up_to_the_iterations_that_were_timed() -> None:
 
 
 def test_passes_prompts_and_what_prompts_add_are_read_back() -> None:
-    table = LatencyTable(cells_of(frame(measured())))
+    table = LatencyTable(cells_of_engine(frame(measured())))
     read = table.seconds("target", "forward", batch=4, new_tokens=5, context=256)
     assert read == pytest.approx(device_s(4, 5, 256))
     assert table.seconds("target", "prefill", batch=1, new_tokens=16) == pytest.approx(8e-3)
@@ -118,7 +118,7 @@ def test_noise_does_not_lengthen_what_prompts_add() -> None:
         samples[cell] = [
             (*plain[:seconds], plain[base] + added_s, *plain[seconds + 1 :]) for added_s in times
         ]
-        cells = cells_of(frame(samples), average="mean")
+        cells = cells_of_engine(frame(samples), average="mean")
         own = cells[
             (cells["phase"] == "mixed") & (cells["batch"] == 1) & (cells["new_tokens"] == 16)
         ]
@@ -129,7 +129,7 @@ def test_noise_does_not_lengthen_what_prompts_add() -> None:
 
 
 def test_the_hosts_time_is_told_apart() -> None:
-    table = LatencyTable(cells_of(frame(measured())))
+    table = LatencyTable(cells_of_engine(frame(measured())))
     host = table.seconds("target", "host_round", batch=4, new_tokens=1)
     assert host == pytest.approx(3e-4 + 2e-5)
     assert table.seconds("target", "host_draft", batch=4, new_tokens=1) == pytest.approx(1e-6)
@@ -137,7 +137,7 @@ def test_the_hosts_time_is_told_apart() -> None:
 
 
 def test_a_proposer_without_a_model_drafts_for_the_hosts_time_alone() -> None:
-    table = LatencyTable(cells_of(frame(measured())))
+    table = LatencyTable(cells_of_engine(frame(measured())))
     assert table.seconds("draft", "forward", batch=3, new_tokens=1, context=99) == 0
 
 
@@ -145,11 +145,11 @@ def test_samples_of_a_disturbed_machine_are_left_out() -> None:
     samples = measured()
     cell = Cell("decode", 4, 5, 256)
     samples[cell] = [sample(cell), sample(cell, 2e-3, 3.0), sample(cell, 2e-3, 3.0)]
-    table = LatencyTable(cells_of(quiet(frame(samples))))
+    table = LatencyTable(cells_of_engine(quiet(frame(samples))))
     read = table.seconds("target", "forward", batch=4, new_tokens=5, context=256)
     assert read == pytest.approx(device_s(4, 5, 256))
     samples[cell] = [sample(cell, 2e-3, 3.0)]
-    table = LatencyTable(cells_of(quiet(frame(samples))))
+    table = LatencyTable(cells_of_engine(quiet(frame(samples))))
     read = table.seconds("target", "forward", batch=4, new_tokens=5, context=256)
     assert read == pytest.approx(3 * device_s(4, 5, 256))
 
@@ -230,7 +230,9 @@ def test_what_cannot_be_is_said_in_a_line(
     engine: dict[str, Any] = {"longest": 4, "max_batch": 4, "max_model_len": 512,
                               "token_budget": 8192}  # fmt: skip
     meta = {"kind": "engine", "engine": engine, "target": "m", "dtype": "float32", "threads": 1}
-    write_latency(LatencyTable(cells_of(frame(measured())), meta), tmp_path / "latency.parquet")
+    write_latency(
+        LatencyTable(cells_of_engine(frame(measured())), meta), tmp_path / "latency.parquet"
+    )
     (tmp_path / "bundled").mkdir()
     write_latency(LatencyTable.constant(1.0, 0.1), tmp_path / "bundled" / "latency.parquet")
     named = {"OUT": str(tmp_path), "bundled": str(tmp_path / "bundled")}
@@ -242,7 +244,7 @@ def test_medians_withstand_one_slow_iteration() -> None:
     samples = measured()
     cell = Cell("decode", 1, 1, 64)
     samples[cell] = [sample(cell), sample(cell), sample(cell, slower=50.0)]
-    table = LatencyTable(cells_of(frame(samples)))
+    table = LatencyTable(cells_of_engine(frame(samples)))
     read = float(np.asarray(table.seconds("target", "forward", batch=1, new_tokens=1, context=64)))
     assert read == pytest.approx(device_s(1, 1, 64))
 
@@ -267,7 +269,7 @@ def profiled(**engine: Any) -> LatencyTable:
     limits = {"longest": 4, "max_batch": 16, "max_model_len": 2048, "token_budget": 8192,
               "method": "custom_class"}  # fmt: skip
     meta = {"engine": {**limits, **engine}, "target": "m", "dtype": "float32", "threads": 1}
-    return LatencyTable(cells_of(frame(measured())), meta)
+    return LatencyTable(cells_of_engine(frame(measured())), meta)
 
 
 def test_a_table_between_the_arms_has_the_batches_that_so_few_requests_make() -> None:
@@ -413,6 +415,6 @@ def test_an_engine_in_a_format_that_the_processor_lacks_is_warned_of(
 
 def test_policies_run_by_default_are_those_that_the_engine_can_draft() -> None:
     work = Workload(SMALL, {}, {"closed:4": ClosedLoop(4)}, 8)
-    found = predicted(profiled(longest=2, max_batch=4), work, 2)
+    found = policies_predicted(profiled(longest=2, max_batch=4), work, 2)
     assert "fixed:gamma=2" in found
     assert "fixed:gamma=4" not in found

@@ -17,7 +17,7 @@ from simulator.hardware.record import (
     outside_launches,
     passes,
     plain_model,
-    predictions,
+    predicted_runs,
     ratio_errors,
     reach,
     unpacking,
@@ -37,7 +37,7 @@ from simulator.hardware.scaling import carry_over, table_shapes
 from simulator.published import GAMMATUNE, GAMMATUNE_MS, SOURCES, SPECBOUND_4, STUDIES
 from tests.conftest import Run
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.operators.devices import DEVICES, find_device
 from traces.operators.shapes import find_architecture
 from traces.store.recordings import find_latency
@@ -135,7 +135,7 @@ def table_from(model: Roofline) -> LatencyTable:
         for b in (1, 16) for n in (1, 5, 25) for c, wrinkle in ((128, 1.0), (4096, 1.01))
     ]  # fmt: skip
     rows += [("target", p, 1, 1, 0, s, 0.0, 5) for p, s in (("host_round", 3e-4), ("head", 2e-4))]
-    frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    frame = as_cells(rows)
     meta = {"device": "NVIDIA H200", "mode": "graph", "kind": "measured"}
     return LatencyTable(frame, meta)
 
@@ -306,7 +306,7 @@ def test_unpacking_is_charged_by_pass_token_and_tile() -> None:
 def test_no_run_enters_its_own_prediction() -> None:
     """A run ten times slower than it was changes what is seen of it, not what is predicted."""
     checked = 0
-    for row in predictions("graph"):
+    for row in predicted_runs("graph"):
         if row.run.new_tokens > 1 or FORMATS[row.run.weights].quantised:
             continue
         seen = plain_model(row.study, row.run.device)
@@ -364,7 +364,7 @@ def test_wide_passes_cost_more_and_a_tile_less_than_eight_alone() -> None:
 
 def test_reading_and_arithmetic_add_up() -> None:
     """Passes over 2 to 64 tokens of a study in view of which nothing was chosen or fitted."""
-    rows = [r for r in predictions("graph") if r.study.name == "llama.cpp, tokens a pass of 1B"]
+    rows = [r for r in predicted_runs("graph") if r.study.name == "llama.cpp, tokens a pass of 1B"]
     assert [r.run.new_tokens for r in rows] == [2, 4, 8, 16, 32, 64]
     assert max(abs(r.error) for r in rows) < 0.12
     for row in rows:
@@ -382,7 +382,7 @@ def test_a_library_s_kernels_are_known_from_its_other_models_alone() -> None:
     """A known library gives smaller errors, without any sight of the model."""
     rows = by_library()
     assert {r.study.name for r in rows} == {s.name for s in STUDIES if s.libraries}
-    blind = {(r.study.name, r.run): r for mode in ("eager", "graph") for r in predictions(mode)}
+    blind = {(r.study.name, r.run): r for mode in ("eager", "graph") for r in predicted_runs(mode)}
     for study in (s for s in STUDIES if s.libraries):
         mine = [abs(r.error) for r in rows if r.study is study]
         theirs = [abs(blind[study.name, r.run].error) for r in rows if r.study is study]

@@ -26,7 +26,7 @@ from profiler.models.loading import Pair, load_pair
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
 from profiler.profile import LatencyProfile
-from profiler.recording.run import BUNDLED, RunInfo, read_run, write_run
+from profiler.recording.run import BUNDLED, RunInfo, read_info, write_info
 from profiler.recording.trace import Recorder
 from tests import bundled
 from tests.conftest import Run
@@ -166,11 +166,11 @@ def test_a_chat_template_that_fails_is_one_line(tmp_path: Path, run: Run) -> Non
 
 
 def test_a_run_folder_cannot_ask_for_it(tmp_path: Path) -> None:
-    write_run(RunInfo("own", "own", trust_remote_code=True), tmp_path)
+    write_info(RunInfo("own", "own", trust_remote_code=True), tmp_path)
     assert "trust" not in (tmp_path / "run.json").read_text()
-    assert not read_run(tmp_path).trust_remote_code
-    assert read_run(tmp_path, trust_remote_code=True).trust_remote_code
+    assert not read_info(tmp_path).trust_remote_code
+    assert read_info(tmp_path, trust_remote_code=True).trust_remote_code
     fields = json.loads((tmp_path / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps({**fields, "trust_remote_code": True}))
     with pytest.raises(DraftsimError, match="may not say trust_remote_code"):
-        read_run(tmp_path)
+        read_info(tmp_path)

@@ -26,7 +26,7 @@ from profiler.machine import (  # noqa: E402  # noqa: E402  # noqa: E402
     timed,
 )
 from traces.latency.table import LatencyTable  # noqa: E402
-from traces.machine import DISTURBED, differ, label, slowdown  # noqa: E402
+from traces.machine import DISTURBED, differ, machine_label, slowdown  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -185,7 +185,7 @@ def test_what_the_system_does_not_tell_is_unknown(tmp_path: os.PathLike[str]) ->
     assert read_stat(Path(tmp_path) / "none") is None
     (short := Path(tmp_path) / "stat").write_text("cpu 1 2 3\n")
     assert read_stat(short) is None
-    assert label(None) is label({}) is label({"steal": 0.5}) is None
+    assert machine_label(None) is machine_label({}) is machine_label({"steal": 0.5}) is None
     assert slowdown({"reference_s": 0.0}, {"reference_s": 1.0}) is None
     assert not differ(None, {"reference_s": 1.0})
 
@@ -195,9 +195,9 @@ def state(reference_s: float = 1e-3, spread: float = 0.01, **figures: float) -> 
 
 
 def test_machines_differ_beyond_the_spread_of_the_reference_work() -> None:
-    assert label(state(off=0.0)) == "quiet"
-    assert label(state(off=2 * DISTURBED)) == "disturbed"
-    assert label(state(off=0.0, spread=0.09)) == "disturbed"
+    assert machine_label(state(off=0.0)) == "quiet"
+    assert machine_label(state(off=2 * DISTURBED)) == "disturbed"
+    assert machine_label(state(off=0.0, spread=0.09)) == "disturbed"
     assert differ(state(), state(1.2e-3))
     assert differ(state(1.2e-3), state())
     assert not differ(state(spread=0.15), state(1.2e-3, spread=0.15))

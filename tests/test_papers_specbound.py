@@ -17,7 +17,7 @@ from simulator.papers.specbound import (
     START,
     Setting,
     SettingReplays,
-    choices,
+    choices_recorded,
     early_exit_rows,
     order_rows,
     search,
@@ -110,7 +110,7 @@ def rows(made: Made) -> list[Row]:
 def settings_of(best: Setting, ours: Ours) -> dict[str, Setting]:
     return {
         f"{name}={value:g}": best._replace(**{name: value})
-        for name, values in choices(ours).items()
+        for name, values in choices_recorded(ours).items()
         for value in values
     }
 

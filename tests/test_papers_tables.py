@@ -12,7 +12,7 @@ from policies.lengths.basic import Fixed
 from simulator import published
 from simulator.bootstrap import ratio_of_sums
 from simulator.formulas import general
-from simulator.papers.ours import EXPERIMENT, WEIGHTS, Ours, Row, missing
+from simulator.papers.ours import EXPERIMENT, WEIGHTS, Ours, Row, missing_rows
 from simulator.papers.quantities import SPECBOUND, quantity_rows
 from simulator.papers.settings import TABLE, break_even_interval, setting_rows, speedups
 from simulator.published import CONTRADICTIONS, SPECBOUND_1, TASKS, PaperTable
@@ -152,7 +152,7 @@ def test_stated_contradictions_follow_from_the_tables() -> None:
 def test_missing_cells_need_the_papers_weights() -> None:
     table = PaperTable("T", ("a", "b"), {"x": (1.0, None), "y": (2.0, 3.0)})
     done = [Row("T", "y", "a", 2.0, 2.5, EXPERIMENT)]
-    assert missing(table, done) == [
+    assert missing_rows(table, done) == [
         Row("T", "x", "a", 1.0, None, WEIGHTS), Row("T", "y", "b", 3.0, None, WEIGHTS)
     ]  # fmt: skip
     assert table.number("y", "b") == 3

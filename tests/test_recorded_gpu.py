@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from docs.engine_tables import checks
+from policies.registry import PLAIN
 from profiler.latency.passes import layer_blocks
 from profiler.models.architectures import PAIRS
 from profiler.models.stack import LayerRunner
 from simulator.hardware.scaling import carry_over
-from simulator.validation import CONTROL, anchor_drift, check_recording
+from simulator.validation import anchor_drift, check_recording
 from tests.conftest import ROOT, Run
 from traces import find_latency
 from traces.latency.table import LatencyTable
@@ -69,7 +70,7 @@ def test_the_pages_figures_of_vllm_on_an_h100_are_those_recorded(run: Run) -> No
     compared = sum(row["rounds_compared"] for row in rows)
     iterations = sum(row["iterations"] for row in rows)
     assert f"**{compared:,} rounds and {iterations:,} iterations are the predicted ones" in log
-    drafting = [row for row in rows if row["policy"] != CONTROL]
+    drafting = [row for row in rows if row["policy"] != PLAIN]
     for name, said in (("profile_", "the profile"), ("", "`--remeasure`")):
         speedups = np.abs([row[f"{name}speedup_error"] for row in drafting])
         rates = np.abs([row[f"{name}error"] for row in rows])
@@ -83,7 +84,7 @@ def test_the_pages_figures_of_vllm_on_an_h100_are_those_recorded(run: Run) -> No
     for many in (1, 4):
         [own] = [r for r in drafting if (r["load"], r["policy"]) == (f"closed:{many}", DRAFTING)]
         requests = "1 request" if many == 1 else f"{many} requests"
-        told, real = composed[many, CONTROL]["throughput_tok_s"], own["throughput_defaults"]
+        told, real = composed[many, PLAIN]["throughput_tok_s"], own["throughput_defaults"]
         line = f"{told:.0f} | {real:.0f} | {told / real - 1:+.0%}"
         assert f"| tokens/s without a drafter, {requests} | {line} |" in log
         told, real = composed[many, DRAFTING]["speedup"], own["speedup_defaults"]

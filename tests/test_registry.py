@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from policies import (
     POLICIES,
     SVIP,
-    BatchPolicy,
     DraftPolicy,
     DraftProbability,
     Fixed,
@@ -29,6 +28,7 @@ from policies import (
     policy_names,
     speculate,
 )
+from policies.batch.base import Policy
 from policies.checks import ScriptedDecoder
 from policies.core import own_copy
 from policies.spec import parameters, parse_spec
@@ -41,7 +41,7 @@ TABLES = (
 """Their draft lengths are entries of a table, which nothing lowers."""
 
 
-def settings_of(policy: DraftPolicy | BatchPolicy) -> dict[str, Any]:
+def settings_of(policy: Policy) -> dict[str, Any]:
     return {key: getattr(policy, key) for key in parameters(type(policy))}
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from profiler.checks.spot_check import real_run
-from profiler.recording.run import RunInfo
-from profiler.recording.run import write_run as write_info
+from profiler.recording.run import RunInfo, write_info
 from tests import bundled
 from tests.conftest import Run
 from tests.rule_runs import decode, short_trace

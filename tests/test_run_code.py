@@ -51,13 +51,13 @@ def test_code_is_run_when_asked_for_and_shown(
         "--max-gamma", 4, "--repeats", 3,
     )  # fmt: skip
     asked: list[str] = []
-    judge = sandbox.judge
+    judge = sandbox.judge_code
 
     def counted(task: CodeTask, text: str) -> sandbox.CodeVerdict:
         asked.append(text)
         return judge(task, text)
 
-    monkeypatch.setattr(sandbox, "judge", counted)
+    monkeypatch.setattr(sandbox, "judge_code", counted)
     assert run(*options, *RULE).code == 0
     [file] = find_runs(folder)
     recorded = read_run(file)

@@ -13,7 +13,15 @@ import pytest
 
 from commands.validate import flow, spot_check
 from profiler.prompts import TEXTS, read_prompts
-from profiler.recording.run import BUNDLED, LOCK, NAME, RunInfo, claimed, only_writer, read_run
+from profiler.recording.run import (
+    BUNDLED,
+    LOCK,
+    NAME,
+    RunInfo,
+    claimed,
+    only_writer,
+    read_info,
+)
 from tests.conftest import SMALL_PROFILE, Run
 from tests.forked import forked
 from traces.acceptance.trace import Trace
@@ -33,7 +41,7 @@ def folder(small_run: Path, tmp_path: Path) -> Path:
 
 
 def test_files_of_a_run_share_an_identity(small_run: Path) -> None:
-    run_id = read_run(small_run).run_id
+    run_id = read_info(small_run).run_id
     assert run_id
     assert read_trace(small_run / "trace.parquet").meta["run_id"] == run_id
     assert read_latency(small_run / "latency.parquet").meta["run_id"] == run_id
@@ -77,7 +85,7 @@ def test_a_damaged_run_file_is_named_before_any_work(
     fields = json.loads((folder / NAME).read_text())
     (folder / NAME).write_text(json.dumps({**fields, **changed}))
     with pytest.raises(DraftsimError, match=message):
-        read_run(folder)
+        read_info(folder)
 
 
 def _with_trace(folder: Path, trace: Trace) -> None:
@@ -220,10 +228,10 @@ def test_a_finished_folder_is_recorded_over_only_with_force(folder: Path, run: R
     assert run(*SMALL_PROFILE, "--out", folder).code == 0
     assert (folder / "trace.parquet").read_bytes() == before["trace.parquet"]
     find_latency(folder)
-    old = read_run(folder).run_id
+    old = read_info(folder).run_id
     anew = ("--max-gamma", "3", "--limit", "1", "--force")
     assert run(*SMALL_PROFILE, *anew, "--out", folder).code == 0
-    assert read_run(folder).run_id != old
+    assert read_info(folder).run_id != old
     assert read_trace(folder / "trace.parquet").max_gamma == 3
     assert not list(folder.glob("starts-*"))
     find_latency(folder)
@@ -286,7 +294,7 @@ def test_another_pair_does_not_get_the_folder(folder: Path) -> None:
     other = RunInfo("elsewhere", "bundled", threads=1)
     with pytest.raises(DraftsimError, match=r"another pair.*--force"):
         claimed(other, folder)
-    assert claimed(other, folder, force=True).run_id != read_run(folder).run_id
+    assert claimed(other, folder, force=True).run_id != read_info(folder).run_id
 
 
 def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:

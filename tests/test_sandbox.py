@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from profiler.checks import sandbox
-from profiler.checks.sandbox import CodeVerdict, code_of, judge, run
+from profiler.checks.sandbox import CodeVerdict, code_of, judge_code, run
 from profiler.prompts import CodeTask
 from traces.errors import DraftsimError
 
@@ -38,33 +38,35 @@ def test_the_first_python_block_is_the_code(text: str, code: str) -> None:
 
 
 def test_an_indented_block_runs() -> None:
-    assert judge(TASK, "1. So:\n   ```python\n   def twice(x):\n       return 2 * x\n   ```").passed
+    assert judge_code(
+        TASK, "1. So:\n   ```python\n   def twice(x):\n       return 2 * x\n   ```"
+    ).passed
 
 
 def test_right_code_passes_and_wrong_code_fails() -> None:
-    assert judge(TASK, f"Here it is:\n```python\n{RIGHT}```\n") == CodeVerdict(True)
-    assert judge(TASK, RIGHT.replace("2 *", "x *")) == CodeVerdict(False, "AssertionError: ")
-    assert "does not define twice" in judge(TASK, "def double(x):\n    return 2 * x").said
-    assert "SyntaxError" in judge(TASK, "Here is a function that doubles:</s>").said
+    assert judge_code(TASK, f"Here it is:\n```python\n{RIGHT}```\n") == CodeVerdict(True)
+    assert judge_code(TASK, RIGHT.replace("2 *", "x *")) == CodeVerdict(False, "AssertionError: ")
+    assert "does not define twice" in judge_code(TASK, "def double(x):\n    return 2 * x").said
+    assert "SyntaxError" in judge_code(TASK, "Here is a function that doubles:</s>").said
 
 
 def test_code_that_was_cut_off_counts_up_to_its_last_whole_statement() -> None:
     begun = f"```python\n{RIGHT}\nprint(twice(\n    1,\n    'two"
-    assert judge(TASK, begun).passed
-    assert "SyntaxError" in judge(TASK, f"{begun}\n```").said
-    assert "SyntaxError" in judge(TASK, f"{begun}<|im_end|>").said
-    assert judge(TASK, f"```python\n{RIGHT.rstrip()}").passed
+    assert judge_code(TASK, begun).passed
+    assert "SyntaxError" in judge_code(TASK, f"{begun}\n```").said
+    assert "SyntaxError" in judge_code(TASK, f"{begun}<|im_end|>").said
+    assert judge_code(TASK, f"```python\n{RIGHT.rstrip()}").passed
     bare = begun.removeprefix("```python\n")
-    assert judge(TASK, bare).passed
-    assert "SyntaxError" in judge(TASK, f"{bare}</s>").said
+    assert judge_code(TASK, bare).passed
+    assert "SyntaxError" in judge_code(TASK, f"{bare}</s>").said
     tests = "```python\nassert twice(3) == 6\nassert twice(-1) == -2\nassert twice(5) == 1"
-    assert judge(GIVEN, tests).passed
-    assert not judge(GIVEN, f"{tests}\n").passed
-    assert judge(GIVEN, tests.replace("== 6", "== 9")).said.startswith("on the right code")
+    assert judge_code(GIVEN, tests).passed
+    assert not judge_code(GIVEN, f"{tests}\n").passed
+    assert judge_code(GIVEN, tests.replace("== 6", "== 9")).said.startswith("on the right code")
 
 
 def test_what_only_a_script_would_do_is_left_out() -> None:
-    assert judge(TASK, f"{RIGHT}\nif __name__ == '__main__':\n    raise SystemExit(3)").passed
+    assert judge_code(TASK, f"{RIGHT}\nif __name__ == '__main__':\n    raise SystemExit(3)").passed
 
 
 @pytest.mark.parametrize(
@@ -82,24 +84,24 @@ def test_what_only_a_script_would_do_is_left_out() -> None:
     ],
 )
 def test_exits_and_prints_are_no_success(code: str) -> None:
-    assert not judge(TASK, code).passed
+    assert not judge_code(TASK, code).passed
 
 
 def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = "while True:\n    pass"
     monkeypatch.setattr(sandbox, "WALL_S", 0.5)
-    assert "no end within 0.5 s" in judge(TASK, loop).said
-    assert "no end" in judge(TASK, "import time\ntime.sleep(99)").said
+    assert "no end within 0.5 s" in judge_code(TASK, loop).said
+    assert "no end" in judge_code(TASK, "import time\ntime.sleep(99)").said
     monkeypatch.setattr(sandbox, "WALL_S", 120)
     monkeypatch.setitem(sandbox.LIMITS, "RLIMIT_CPU", 1)
-    assert "SIGXCPU" in judge(TASK, loop).said
+    assert "SIGXCPU" in judge_code(TASK, loop).said
 
 
 def test_memory_files_and_output_have_an_end() -> None:
-    assert judge(TASK, "x = 'a' * (1 << 30)").said.startswith("MemoryError")
+    assert judge_code(TASK, "x = 'a' * (1 << 30)").said.startswith("MemoryError")
     big = "with open('x', 'w') as file:\n    file.write('a' * (1 << 22))"
-    assert "File too large" in judge(TASK, big).said
-    assert judge(TASK, f"print('x' * (1 << 24))\n{RIGHT}").passed  # it goes nowhere
+    assert "File too large" in judge_code(TASK, big).said
+    assert judge_code(TASK, f"print('x' * (1 << 24))\n{RIGHT}").passed  # it goes nowhere
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_memory_files_and_output_have_an_end() -> None:
     ],
 )
 def test_processes_signals_and_sockets_are_refused(code: str) -> None:
-    found = judge(TASK, f"{code}\n{RIGHT}")
+    found = judge_code(TASK, f"{code}\n{RIGHT}")
     assert not found.passed
     assert any(word in found.said for word in ("refused here", "not permitted", "not there"))
 
@@ -141,7 +143,7 @@ def test_files_elsewhere_are_not_changed(code: str, tmp_path: Path) -> None:
     kept = tmp_path / "kept.txt"
     kept.write_text("as it was")
     before = kept.stat()
-    found = judge(TASK, f"{code.format(str(kept))}\n{RIGHT}")
+    found = judge_code(TASK, f"{code.format(str(kept))}\n{RIGHT}")
     assert (found.passed, "refused here" in found.said) == (False, True)
     assert kept.read_text() == "as it was"
     assert kept.stat().st_mode == before.st_mode
@@ -158,12 +160,12 @@ def test_files_of_its_own_threads_and_no_environment(monkeypatch: pytest.MonkeyP
         "os.mkdir('a')\nos.rmdir('a')\nsqlite3.connect(':memory:').execute('SELECT 1')\n"
         "done = threading.Thread(target=print)\ndone.start()\ndone.join()\n"
     )
-    assert judge(TASK, code + RIGHT) == CodeVerdict(True)
+    assert judge_code(TASK, code + RIGHT) == CodeVerdict(True)
 
 
 def test_a_thread_that_sleeps_on_is_not_waited_for() -> None:
     code = "import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()\n"
-    assert judge(TASK, code + RIGHT).passed  # its limit is 30 seconds
+    assert judge_code(TASK, code + RIGHT).passed  # its limit is 30 seconds
 
 
 GIVEN = CodeTask("twice", solution=RIGHT, mutant="def twice(x):\n    return x * x\n")
@@ -188,7 +190,7 @@ GIVEN = CodeTask("twice", solution=RIGHT, mutant="def twice(x):\n    return x * 
     ],
 )
 def test_written_tests_pass_if_they_tell_right_from_wrong(tests: str) -> None:
-    assert judge(GIVEN, f"```python\n{tests}\n```") == CodeVerdict(True)
+    assert judge_code(GIVEN, f"```python\n{tests}\n```") == CodeVerdict(True)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def test_written_tests_pass_if_they_tell_right_from_wrong(tests: str) -> None:
     ],
 )  # fmt: skip
 def test_written_tests_fail_otherwise(tests: str, said: str) -> None:
-    found = judge(GIVEN, f"{tests}</s>")
+    found = judge_code(GIVEN, f"{tests}</s>")
     assert (found.passed, found.said[: len(said)]) == (False, said)
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.batch.base import BatchPolicy
-from policies.core import DraftPolicy, speculate
+from policies.batch.base import Policy
+from policies.core import speculate
 from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_serving_policy
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
@@ -47,7 +47,7 @@ RAGGED = table_of(
 # --- the clock --------------------------------------------------------------------------
 
 
-def everything(policy: DraftPolicy | BatchPolicy, trace: Trace, scenario: Scenario) -> tuple:
+def everything(policy: Policy, trace: Trace, scenario: Scenario) -> tuple:
     run = simulate(trace, GRID, policy, scenario)
     row = run.row()
     del row["elapsed_s"]

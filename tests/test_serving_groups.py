@@ -149,7 +149,7 @@ def test_batches_really_decoded_are_compared_request_by_request(
     pytest.importorskip("torch")
     from commands.validate.batched import BatchRuns
     from commands.validate.flow import CheckedPair
-    from profiler.recording.run import RunInfo, write_run
+    from profiler.recording.run import RunInfo, write_info
     from tests.bundled import pair, record
     from traces.store.engine_runs import read_measured
     from traces.store.files import write_latency, write_trace
@@ -157,7 +157,7 @@ def test_batches_really_decoded_are_compared_request_by_request(
     trace = record(4, max_new=16)
     write_trace(trace, tmp_path / "trace.parquet")
     write_latency(grid(), tmp_path / "latency.parquet")
-    write_run(RunInfo("bundled", "bundled"), tmp_path)
+    write_info(RunInfo("bundled", "bundled"), tmp_path)
     monkeypatch.setattr(RunInfo, "load", lambda self: pair())
     names = ["fixed:gamma=3", "svip", "confidence-freeze", "batch-table"]
     rows = BatchRuns(CheckedPair(run=tmp_path, policy=names, repeats=1), "1,3").rows()

@@ -11,7 +11,7 @@ from simulator.serving import ClosedLoop, Limits, Poisson, Run, Scenario, simula
 from simulator.serving.arrivals import Arrivals
 from simulator.serving.cost import EngineCost
 from tests.serving import GRID, SMALL, little_error
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 
 AROUND_S, BESIDE_S = 0.03, 0.002
 LIMITS = Limits(max_batch=4)
@@ -19,7 +19,7 @@ LIMITS = Limits(max_batch=4)
 
 def with_server(*cells: tuple[str, int, float]) -> LatencyTable:
     rows = [("server", phase, batch, 1, 0, seconds, 0.0, 1) for phase, batch, seconds in cells]
-    more = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    more = as_cells(rows)
     return LatencyTable(pd.concat([GRID.cells, more], ignore_index=True))
 
 

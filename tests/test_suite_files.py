@@ -13,7 +13,7 @@ from profiler.suite.__main__ import SECONDS
 from profiler.suite.checks import COLUMNS, MORE_POLICIES, POLICIES, REPEATS
 from profiler.suite.environment import write_within
 from tests.suite_results import check_files
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.store.engine_runs import MeasuredRuns, write_measured
 from traces.store.files import read_trace, write_latency, write_trace
 
@@ -26,7 +26,7 @@ def test_files_of_full_size_are_small_enough(tmp_path: Path) -> None:
     rows = [(*row[:5], row[5] + i * 1e-9, *row[6:]) for i in range(cells)]
     meta = {"shapes": {p.name: latency_stage.shapes_of(p) for p in PAIRS.values()}}
     table = LatencyTable.__new__(LatencyTable)
-    frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    frame = as_cells(rows)
     object.__setattr__(table, "cells", frame)
     object.__setattr__(table, "meta", meta)
     write_latency(table, tmp_path / "latency.parquet")

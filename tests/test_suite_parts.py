@@ -14,7 +14,7 @@ from profiler.suite import MODES, latency_stage
 from profiler.suite import pair as pair_latency
 from profiler.suite.checks import MORE_POLICIES, POLICIES, planned_policies
 from profiler.suite.environment import Workplace
-from profiler.suite.forced_stage import Unit, forced_trace
+from profiler.suite.forced_stage import ForcedUnit, forced_trace
 from profiler.suite.pair import (
     BATCHED,
     FULL,
@@ -23,10 +23,9 @@ from profiler.suite.pair import (
     PairMeasurement,
     held_out,
     points_between,
-    table_of,
 )
 from tests.suite_results import SMALL
-from traces.latency.table import LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.replay.run import replay
 
 
@@ -104,14 +103,14 @@ def test_no_host_time_without_the_passes_it_is_told_from(
 def test_no_host_time_where_the_passes_cannot_be_had(
     measured: PairMeasurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = pair_latency.make_runner
+    real = pair_latency.runner_of_mode
 
     def full(mode: str, model: Any, slots: int, batch: int = 1) -> Any:
         if batch == 4 and model is measured.models["draft"]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(mode, model, slots, batch)
 
-    monkeypatch.setattr(pair_latency, "make_runner", full)
+    monkeypatch.setattr(pair_latency, "runner_of_mode", full)
     measured.run(SINGLE)
     measured.run(BATCHED)
     assert measured.limits == [
@@ -149,9 +148,9 @@ def test_held_out_errors_are_those_of_reading_the_table() -> None:
             for w in widths for c in contexts
         ]  # fmt: skip
 
-    table = LatencyTable(table_of(rows((1, 9), (16, 64), 1.0)))
+    table = LatencyTable(as_cells(rows((1, 9), (16, 64), 1.0)))
     for factor in (1.0, 0.8):
-        [found] = held_out(table_of(rows((5,), (40,), factor)), table)
+        [found] = held_out(as_cells(rows((5,), (40,), factor)), table)
         assert found["error"] == pytest.approx(1 / factor - 1)
         assert (found["batch"], found["width"], found["context"]) == (4, 5, 40)
 
@@ -165,8 +164,8 @@ def test_every_policy_can_be_dictated_by_the_forced_trace() -> None:
 
 def test_units_share_the_time_by_what_they_cost() -> None:
     small, large = PAIRS[SMALL], PAIRS["qwen2.5-32b+0.5b"]
-    assert Unit(large, "eager", 1).cost > 5 * Unit(small, "eager", 1).cost
-    assert Unit(large, "eager", 16).cost > Unit(large, "eager", 4).cost
+    assert ForcedUnit(large, "eager", 1).cost > 5 * ForcedUnit(small, "eager", 1).cost
+    assert ForcedUnit(large, "eager", 16).cost > ForcedUnit(large, "eager", 4).cost
     assert latency_stage.weight(PAIRS["codellama-7b"]) < latency_stage.weight(
         PAIRS["vicuna-7b+68m"]
     )

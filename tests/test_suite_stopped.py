@@ -90,7 +90,7 @@ def test_a_killed_forced_stage_goes_on_where_it_was_killed(
     done: list[str] = []
     real = forced_stage._unit
 
-    def unit(place: Workplace, unit: forced_stage.Unit, *rest: Any) -> Any:
+    def unit(place: Workplace, unit: forced_stage.ForcedUnit, *rest: Any) -> Any:
         if len(done) == 1:
             done.append("killed")
             raise KeyboardInterrupt

@@ -36,7 +36,7 @@ def test_a_forced_stage_out_of_time_goes_on_with_what_is_left(
     done: list[str] = []
     real = forced_stage._unit
 
-    def unit(place: Workplace, unit: forced_stage.Unit, *rest: Any) -> Any:
+    def unit(place: Workplace, unit: forced_stage.ForcedUnit, *rest: Any) -> Any:
         if len(done) == 2:
             done.append("late")
             monkeypatch.setattr(Workplace, "left", property(lambda self: -1.0))

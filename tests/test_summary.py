@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy import stats
 
@@ -28,7 +27,7 @@ from tests.conftest import Run
 from tests.outputs import trace_of
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.sources import parse_source, replay_source
@@ -126,7 +125,7 @@ def test_one_prompt_has_no_interval() -> None:
 def test_prefill_is_in_only_where_asked(logs: list[RoundLog]) -> None:
     rows = [("target", "forward", 1, 1, 0, 0.01), ("draft", "forward", 1, 1, 0, 0.001)]
     rows += [(m, "prefill", 1, n, 0, n * 1e-3) for m in ("target", "draft") for n in (1, 64)]
-    frame = pd.DataFrame([(*r, 0.0, 1) for r in rows], columns=list(CELL_COLUMNS))
+    frame = as_cells([(*r, 0.0, 1) for r in rows])
     latency = LatencyTable(frame, {"kind": "constant"})
     decode, wall = (summarize(logs, latency, prefill=p) for p in (False, True))
     extra = wall["wall_s"] - decode["wall_s"]

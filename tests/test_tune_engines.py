@@ -14,7 +14,7 @@ from simulator.serving.run import lookahead_of
 from simulator.tune.served import check_seed, closed_load, compare_served
 from simulator.tune.settings import TUNE_COLUMNS, Tuned
 from simulator.tune.sglang import tune_sglang
-from simulator.tune.single import HF_DEFAULT, text_of, tune_single
+from simulator.tune.single import HF_DEFAULT, tune_single, values_said
 from tests.tuning import CHEAP, batched, iid
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable
@@ -35,7 +35,7 @@ def test_huggingface_settings_are_found_and_default_gains_nothing() -> None:
     assert row["gain"] > 1
     doc = tuned.document
     assert doc is not None
-    assert text_of(doc) == row["setting"]
+    assert values_said(doc) == row["setting"]
     trace = synthetic_trace(0.6, requests=6, tokens=30, concentration=2.0, seed=5)
     alone = tune_single("hf", trace, CHEAP, settings=[HF_DEFAULT], draws=50)
     assert alone.rows[0]["default_gain"] == 1

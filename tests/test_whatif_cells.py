@@ -28,7 +28,7 @@ from tests.compiled import TABLES
 from tests.serving import table_of
 from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.replay import vectorised
 from traces.replay.calls import always_drafted, drafting_always, passes_always
 from traces.replay.run import replay
@@ -213,9 +213,7 @@ def test_prompts_read_outside_are_no_passes_of_decoding() -> None:
     cells = pd.concat(
         [
             grid_to(600, 4).cells,
-            pd.DataFrame(
-                [("target", "prefill", 1, 8, 0, 0.02, 0.0, 5)], columns=list(CELL_COLUMNS)
-            ),
+            as_cells([("target", "prefill", 1, 8, 0, 0.02, 0.0, 5)]),
         ]
     )
     run = price(replay(recorded(), Fixed(3)), LatencyTable(cells))

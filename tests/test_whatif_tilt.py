@@ -27,7 +27,7 @@ from simulator.whatif.tilt_fidelity import (
     compare_groups,
     compare_tilt,
     default_policies,
-    speedups,
+    speedups_at_ratio,
     summarize_error,
     tilt_errors,
 )
@@ -205,7 +205,9 @@ def test_error_is_measured_against_another_recording() -> None:
     # second than the first as it is, in every row.
     easy, hard = bursty(1, 0.95, 0.5), bursty(2, 0.88, 0.3)
     rows = compare_tilt(Tilter(easy), hard)
-    before, after = (speedups(trace, default_policies(easy, hard)) for trace in (easy, hard))
+    before, after = (
+        speedups_at_ratio(trace, default_policies(easy, hard)) for trace in (easy, hard)
+    )
     untilted = [abs(before[name] / after[name] - 1) for name in rows["policy"]]
     assert (rows["error"].abs() < untilted).all()
     assert rows["error"].abs().median() < rows["iid_error"].abs().median()

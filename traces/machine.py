@@ -36,11 +36,13 @@ ALIKE = 0.05
 QUIET, BUSY = "quiet", "disturbed"
 
 
-def label(state: State | None) -> str | None:
+def machine_label(state: State | None) -> str | None:
     """Return `QUIET` or `BUSY`; None if nothing is known.
 
-    >>> label({"off": 0.2}), label({"off": 0.0, "reference_s": 1.0, "reference_spread_s": 0.02})
-    ('disturbed', 'quiet')
+    >>> machine_label({"off": 0.2})
+    'disturbed'
+    >>> machine_label({"off": 0.0, "reference_s": 1.0, "reference_spread_s": 0.02})
+    'quiet'
     """
     off, spread = _number(state, "off"), _spread(state)
     if off is None and spread is None:
@@ -67,7 +69,7 @@ def differ(before: State | None, after: State | None) -> bool:
     return ratio > max(ALIKE, (_spread(before) or 0) + (_spread(after) or 0))
 
 
-def describe(state: State | None) -> str:
+def describe_machine(state: State | None) -> str:
     """Return the figures that are known, in words."""
     words = []
     if (off := _number(state, "off")) is not None:

@@ -15,11 +15,11 @@ from traces.store.recordings import Defaulted, find_trace, folder_of, given_name
 
 if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
-    from simulator.chosen import Say
     from simulator.hardware.roofline import WeightFormat
     from simulator.recording import Recording
     from simulator.whatif.cells import DeviceTable, Prices
     from traces.acceptance.trace import Trace
+    from traces.aliases import Say
     from traces.latency.table import LatencyTable
 
 FORMS = (

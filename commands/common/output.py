@@ -18,9 +18,9 @@ from commands.common.printed import console, print_table, printable
 from commands.common.written import (
     BEGINS,
     Shown,
-    check_folder,
     check_place,
     check_suffix,
+    check_writable,
     document,
     write_rows,
 )
@@ -54,7 +54,7 @@ placed_recording = placed_as(*BEGINS[".parquet"], recording=True)
 def placed_folder(path: Path | None) -> Path | None:
     """Return `path` of a folder to write files into, likewise; it is made when they are."""
     if path is not None:
-        check_folder(path)
+        check_writable(path)
     return path
 
 

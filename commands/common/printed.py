@@ -102,7 +102,7 @@ def print_table(
                 no_wrap=n in numeric, min_width=needed[n],
             )  # fmt: skip
         for row, record in enumerate(records):
-            table.add_row(*(Text(cells[n][row], style=verdict(str(n), record)) for n in block))
+            table.add_row(*(Text(cells[n][row], style=style_of(str(n), record)) for n in block))
         where.print()
         if title is not None and not i:  # one of the table's own is folded to its width
             where.print(Text(printable(title), style="bold"))
@@ -177,12 +177,12 @@ def print_alike(alike: Mapping[str, str], where: Console) -> None:
         where.print(printable("the same in every row: " + "; ".join(parts)))
 
 
-def verdict(name: str, row: Mapping[Any, Any]) -> str:
+def style_of(name: str, row: Mapping[Any, Any]) -> str:
     """Return the style of a cell: faster or slower than no speculation, empty if neither is known.
 
-    >>> verdict("gain", {"gain": 1.2, "gain_lo": 1.1, "gain_hi": 1.3})
+    >>> style_of("gain", {"gain": 1.2, "gain_lo": 1.1, "gain_hi": 1.3})
     'green'
-    >>> verdict("gain", {"gain": 1.2, "gain_lo": 0.9, "gain_hi": 1.3})
+    >>> style_of("gain", {"gain": 1.2, "gain_lo": 0.9, "gain_hi": 1.3})
     ''
     """
     value: Any = row.get(name)

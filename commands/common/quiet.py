@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note, remark
-from traces.machine import BUSY, State, describe, differ, label, slowdown
+from traces.machine import BUSY, State, describe_machine, differ, machine_label, slowdown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,11 +41,16 @@ def say_machine(latency: LatencyTable, state: State, remedy: str | None) -> None
 
     ``remedy`` says what to do; None if the latencies were measured during the runs.
     """
-    if label(state) == BUSY:
-        words = describe(state) if remedy is None else f"{describe(state)}: {remedy}"
+    if machine_label(state) == BUSY:
+        words = (
+            describe_machine(state) if remedy is None else f"{describe_machine(state)}: {remedy}"
+        )
         note(f"warning: the machine was disturbed during the real runs: {words}")
     elif int(state.get("disturbed") or 0):
-        note(f"the machine was quiet; disturbed runs were repeated or left out: {describe(state)}")
+        note(
+            "the machine was quiet; disturbed runs were repeated or left out: "
+            f"{describe_machine(state)}"
+        )
     before = machine_of(latency.meta)
     if remedy is not None and before is not None and differ(before, state):
         note(
@@ -59,10 +64,10 @@ def say_machine(latency: LatencyTable, state: State, remedy: str | None) -> None
 def say_disturbed(latency: LatencyTable) -> None:
     """Note where the latencies were measured on a disturbed machine."""
     state = machine_of(latency.meta)
-    if state is not None and label(state) == BUSY:
+    if state is not None and machine_label(state) == BUSY:
         remark(
-            f"these latencies were measured on a disturbed machine: {describe(state)}; measure "
-            "them again with `draftsim profile latency` when it is quiet"
+            f"these latencies were measured on a disturbed machine: {describe_machine(state)}; "
+            "measure them again with `draftsim profile latency` when it is quiet"
         )
 
 

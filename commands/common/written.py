@@ -117,7 +117,7 @@ def _unwritable(path: Path) -> str:
     return _closed(Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent)
 
 
-def check_folder(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raise FileError where files in a folder at `path`, made if need be, could not be written."""
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
     if reason := _closed(there):

@@ -18,6 +18,7 @@ import numpy as np
 
 from commands.common.output import note, say_launch
 from commands.common.progress import progress_bar, working
+from policies.registry import NO_SPECULATION, PLAIN
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from traces.store.checkpoint import Checkpoint
     from traces.store.engine_runs import Apart
 
-OFF = "autoregressive"
 OFTEN, NEAR = 0.1, 0.15
 """Share of a load's steps from which the batch that decodes in them is measured itself, and the
 relative distance from a batch that is measured anyway up to which it is not."""
@@ -55,7 +55,7 @@ def compare_loads(
     from profiler.engines.drafts import Forced
     from profiler.engines.loads import run_loads
     from profiler.engines.texts import own_texts, policy_runs, prompts_of, texts_once
-    from simulator.engines import row_of, with_profile_errors, with_speedups
+    from simulator.engines import row_of_load, with_profile_errors, with_speedups
 
     trace, chosen = work.trace, work.policies
     prompts = prompts_of(trace, engine.vocabulary, work.seed, work.sequences)
@@ -78,7 +78,7 @@ def compare_loads(
 
     def rows_from(table: LatencyTable) -> list[dict[str, Any]]:
         rows = [
-            row_of(found[load, text], table, trace, policy, scenario)
+            row_of_load(found[load, text], table, trace, policy, scenario)
             for load, scenario in scenarios.items()
             for text, policy in chosen.items()
         ]
@@ -141,7 +141,7 @@ def check_key(engine: Any, latency: LatencyTable, work: Workload, **more: Any) -
     }  # fmt: skip
 
 
-def predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
+def policies_predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
     """Return the policies to run by default: `USUAL` ones, and the fixed lengths predicted fastest.
 
     A note names those that would not run otherwise.
@@ -160,7 +160,7 @@ def predicted(latency: LatencyTable, work: Workload, longest: int) -> list[str]:
             for text, policy in every.items()
         }
         best.setdefault(max(speed, key=lambda text: speed[text]), []).append(load)
-    for text in best.keys() - {OFF, *usual}:
+    for text in best.keys() - {PLAIN, *usual}:
         note(f"also running {text}, predicted to be the fastest under {', '.join(best[text])}")
     return [*usual, *best]
 
@@ -267,7 +267,7 @@ def runnable(
             text for text in every_policy()
             if _can_run(text, trace, longest) and (text != FITTED or latency is not None)
         ]  # fmt: skip
-    for text in dict.fromkeys([OFF, *policies]):
+    for text in dict.fromkeys([PLAIN, *policies]):
         try:
             made = policy_from(text, min(longest, recorded))
             if is_unfitted(made):
@@ -432,7 +432,6 @@ def tried(
 def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyTable) -> None:
     """Print whether the setting is the best at each load, what was not tried, and how to launch."""
     from simulator.tune.launch import launch_line
-    from simulator.tune.served import NO_SPECULATION
 
     for load in dict.fromkeys(row["load"] for row in rows):
         at = {row["policy"]: row["gain"] for row in rows if row["load"] == load}

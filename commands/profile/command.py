@@ -15,7 +15,7 @@ from commands.engine.options import MeasuredEngine
 from commands.profile import recording
 from commands.profile.sources import (
     check_heads_text,
-    check_layers,
+    check_layers_timed,
     profile_sources,
     split_drafters,
 )
@@ -215,7 +215,7 @@ def sources(
     if heads_text is not None:
         check_heads_text(out, heads_text, force)
     with _claimed(models, texts, timing, out, force, _given(ctx)) as job:
-        check_layers(job.pair, exit_layers)
+        check_layers_timed(job.pair, exit_layers)
         parts = ["early exits, heads, layer skip"] if exit_layers else []
         recording.complete(job, [*parts, *(s.key for s in drafters)], force)
         profile_sources(

@@ -68,7 +68,7 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     from profiler.models.loading import IGNORED
     from profiler.profile import (
         encoded_prompts,
-        fitted,
+        fitted_grid,
         held_grid,
         latency_options,
         profile_latency,
@@ -87,7 +87,7 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     sizes, grid = (max(lengths), settings.max_new_tokens), settings.grid.beginning(min(lengths))
     cut = grid.covering(*sizes, recording.max_context or 0)
     asked = cut if wide else cut.narrow()
-    settings = replace(settings, grid=fitted(pair, asked))
+    settings = replace(settings, grid=fitted_grid(pair, asked))
 
     def is_kept(name: str, *options: dict[str, Any]) -> bool:
         path = out / f"{name}.parquet"
@@ -162,7 +162,7 @@ def measure_latency(
     """
     from commands.profile.sources import remeasure
     from profiler.latency.table import sizes_of
-    from profiler.profile import fitted, profile_latency
+    from profiler.profile import fitted_grid, profile_latency
     from traces.store.files import read_trace
 
     if not (out / "trace.parquet").is_file():
@@ -173,7 +173,7 @@ def measure_latency(
     sizes, shortest = sizes_of(requests), min(r.prompt_length for r in requests)
     grid = settings.grid.beginning(shortest)
     asked = grid.reaching(*sizes) if max_context is None else grid.covering(*sizes, max_context)
-    settings = replace(settings, grid=fitted(pair, asked))
+    settings = replace(settings, grid=fitted_grid(pair, asked))
     if settings.grid.contexts != asked.contexts:
         _say_cut(settings.grid)
     with progress_bar() as progress:
@@ -386,7 +386,7 @@ def check_code(out: Path, prompts: Path | None, decodes: bool) -> None:
 
 def score_code(recording: RecordingJob) -> None:
     """Run the code of every output kept in the folder whose prompt has tests; keep which pass."""
-    from profiler.checks.sandbox import judge
+    from profiler.checks.sandbox import judge_code
     from profiler.prompts import prompts_held, read_prompts
     from traces.store.files import read_trace
     from traces.store.outputs import find_runs, quality_of_code, read_run, write_outputs
@@ -396,7 +396,7 @@ def score_code(recording: RecordingJob) -> None:
 
     @cache  # a rule seldom changes every text
     def passes(id: str, text: str) -> bool:
-        return judge(tasks[id][1], text).passed
+        return judge_code(tasks[id][1], text).passed
 
     def judged(output: Output, category: str) -> Output:
         if output.id not in tasks or tasks[output.id][0] != category:

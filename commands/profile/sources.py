@@ -31,7 +31,7 @@ HEADS = "exit_heads"
 """Folder of the trained modules inside a run folder."""
 
 
-def check_layers(pair: Pair, exits: bool) -> None:
+def check_layers_timed(pair: Pair, exits: bool) -> None:
     """Raise DraftsimError if the target cannot run layer by layer, or has no layer for `exits`."""
     from profiler.models.stack import LayerRunner
     from profiler.train.heads import default_exit_layers

@@ -11,9 +11,8 @@ from commands.common.columns import COLUMNS
 from commands.common.written import Shown
 from policies.registry import PLAIN, is_bound
 from simulator.whatif.ranking import BEST_FIXED, are_bounds, is_called, lossless, winner
+from traces.aliases import Row
 from traces.digits import three_digits
-
-Row = dict[str, Any]
 
 
 def over_all(rows: Sequence[Row]) -> list[Row]:

@@ -40,11 +40,11 @@ def check(
     remeasure: bool = False,
 ) -> None:  # fmt: skip
     """Run, compare and print a kind of check."""
-    from profiler.recording.run import only_writer, read_run
+    from profiler.recording.run import only_writer, read_info
 
     # Refused now where it is no run or may only be read, and not once torch is loaded or after
     # minutes of decoding.
-    read_run(asked.run, asked.trust_remote_code)
+    read_info(asked.run, asked.trust_remote_code)
     chosen = None if policies is None else [*policies]
     with only_writer(asked.run, COPY):
         rows = kind(replace(asked, policy=chosen)).rows(remeasure)

@@ -89,13 +89,13 @@ def engine_check(
         apart = check.run_apart(kind, options, work, rates)
         return synthetic_rows(latency, work, apart, rates)
     if not policies:
-        policies = check.predicted(latency, work, longest)
+        policies = check.policies_predicted(latency, work, longest)
     chosen = check.runnable(policies, trace, longest, latency if not served.http else None)
     work = replace(work, policies=chosen)
     # Before the engine that is stepped by hand: a GPU holds one of them.
     plain = check.run_apart(kind, options, work) if served.defaults else None
     if served.http:
-        return compare_served(kind, options, latency, work, run)
+        return compare_over_http(kind, options, latency, work, run)
     from profiler.checks.interleaved import unfinished  # loads torch, which an engine has
 
     engine = kind.start(options)
@@ -118,7 +118,7 @@ def engine_check(
     return rows
 
 
-def compare_served(
+def compare_over_http(
     kind: EngineKind, options: EngineOptions, latency: LatencyTable, work: Workload, run: Path
 ) -> list[dict[str, Any]]:
     """Run every load under every policy, from clients of a real server and in the simulator.

@@ -103,13 +103,13 @@ class RealRuns:
 
     def __init__(self, given: CheckedPair, sampled: bool = False, forced: bool = False) -> None:
         from profiler.prompts import chosen_of
-        from profiler.recording.run import read_run
+        from profiler.recording.run import read_info
         from traces.store.files import read_latency, read_trace
 
         self.given, self.forced = given, forced
         # `draftsim report` reads the times of greedy runs: no others may replace them.
         self.file = f"{self.name}{'-sampled' * sampled}{'-forced' * forced}.parquet"
-        self.info = read_run(given.run, given.trust_remote_code)
+        self.info = read_info(given.run, given.trust_remote_code)
         self.whole = read_trace(given.run / ("sampled.parquet" if sampled else "trace.parquet"))
         self.latency = read_latency(given.run / "latency.parquet")
         times = Counter(request.id for request in self.whole.requests)

@@ -364,11 +364,11 @@ def speedup(log: RoundLog, latency: LatencyTable) -> float:
 
 def say_verdict(rows: pd.DataFrame) -> None:
     """Print the verdict of the comparison in words."""
-    from simulator.validation import CONTROL, common_error, verdict
+    from simulator.validation import common_error, verdict
 
     priced = rows.dropna(subset=["predicted_s"])
     # No speculation has a speedup of 1 by definition, which is never wrong.
-    speedups = priced.loc[priced["policy"] != CONTROL, "speedup_error"].dropna().abs()
+    speedups = priced.loc[priced["policy"] != PLAIN, "speedup_error"].dropna().abs()
     ratios = f", of the speedups {speedups.median():.1%}" if len(speedups) else ""
     said = verdict(priced)
     records = rows.to_dict("records")

@@ -143,6 +143,10 @@ class BatchPolicy(Checked, ABC):
         return copy.deepcopy(self, {id(s): s for s in shared if s is not None})
 
 
+Policy = DraftPolicy | BatchPolicy
+"""A policy of draft lengths: for each request, or for a batch."""
+
+
 def planned_of(policy: BatchPolicy, scheduled: int) -> Planned | None:
     """Return what `policy` plans at that many requests if its own class says so; else None."""
     planned: Planned | None = own_word(policy, "planned_at", scheduled)
@@ -192,7 +196,7 @@ def caps_of(
     return lengths_from("plan", policy.plan_each(requests, loads), [longest] * len(loads))
 
 
-def decides_together(policy: DraftPolicy | BatchPolicy) -> bool:
+def decides_together(policy: Policy) -> bool:
     """Return True if the rounds of one sequence may decide on the drafts of another.
 
     So it is where a class asks all drafts in `BatchPolicy.keep_drafting` or `BatchPolicy.allot`, or

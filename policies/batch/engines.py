@@ -11,7 +11,7 @@ from typing import Any
 from policies.batch.base import BatchPolicy, IterationCost, KeptInStep, Planned, TextbookCost
 from policies.batch.confidence import CAPTURED
 from policies.batch.sglang import candidate_steps, config_slots, slot_at
-from policies.batch.tables import counted
+from policies.batch.tables import requests_asked
 from policies.core import Load, Round
 from policies.spec import flag, ordered, parameter, whole, within
 
@@ -177,7 +177,7 @@ class TensorRTLLM(KeptInStep):
         return None if self.window else Planned(self.passes_of(length), length)
 
     def plan(self, loads: Sequence[Load]) -> int:
-        return 0 if self.disabled else self._scheduled(counted(loads))
+        return 0 if self.disabled else self._scheduled(requests_asked(loads))
 
     def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
         for gone in self._running.keys() - set(requests):

@@ -15,7 +15,7 @@ from policies.batch.tables import SwitchedOff
 from policies.core import Load, Round
 from policies.spec import flag, one_of, parameter, whole, within
 
-Variant = Literal["dsd", "batch-dsd"]
+GoodputVariant = Literal["dsd", "batch-dsd"]
 
 
 class _CostByLength(KeptInStep):
@@ -144,7 +144,7 @@ class TurboSpec(SwitchedOff, _CostByLength):
         See `SwitchedOff`.
     """
 
-    variant: Variant = parameter("dsd", one_of, get_args(Variant))
+    variant: GoodputVariant = parameter("dsd", one_of, get_args(GoodputVariant))
     gamma_max: int = parameter(8, whole, 1)
     acceptance: float = parameter(0.7, within, 0, 1)
     interval: int | None = parameter(None, whole, 1)

@@ -57,7 +57,7 @@ class BatchTable(KeptInStep):
 
     def row(self, loads: Sequence[Load]) -> int:
         """Return the index of the batch range whose K is in force now."""
-        return self.row_of(counted(loads))
+        return self.row_of(requests_asked(loads))
 
     def planned_at(self, scheduled: int) -> Planned | None:
         if any(len(rows) > 1 for _, rows in self._ranges):
@@ -124,7 +124,7 @@ class BatchTableHysteresis(BatchTable):
         self._agreed = 0
 
     def row(self, loads: Sequence[Load]) -> int:
-        batch = counted(loads)
+        batch = requests_asked(loads)
         if self._row is None:
             self._row = self.row_of(batch)
         low, high = self.row_of(batch - self.margin), self.row_of(batch + self.margin)
@@ -202,7 +202,7 @@ class SwitchedOff(KeptInStep):
         """Note that `plan` gave 0, with the requests that were running."""
 
     def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
-        queue = counted(loads)
+        queue = requests_asked(loads)
         self._verified = 0
         if not self.forever:
             self._verified = self.plan(loads)
@@ -218,7 +218,7 @@ class SwitchedOff(KeptInStep):
         return [0 if request in self._off else self._verified for request in requests]
 
 
-def counted(loads: Sequence[Load]) -> int:
+def requests_asked(loads: Sequence[Load]) -> int:
     """Return the requests by whose number an engine looks up what to draft.
 
     vLLM v0 asked about the step at hand; a present engine asks at the end of the step before.
@@ -264,4 +264,4 @@ class DisableByBatchSize(SwitchedOff):
         return None if self.forever else Planned(length, length)
 
     def plan(self, loads: Sequence[Load]) -> int:
-        return 0 if self.resting(counted(loads)) else self.gamma
+        return 0 if self.resting(requests_asked(loads)) else self.gamma

@@ -22,7 +22,7 @@ from policies.spec import flag, one_of, parameter, whole, within
 from policies.vectorised import VectorisedPlan, VectorisedState
 
 _ARMS = (1, 2, 3, 4)
-Variant = Literal["ucb_paper", "ucb_cost", "greedy_code"]
+BanditVariant = Literal["ucb_paper", "ucb_cost", "greedy_code"]
 LONGEST = 4096
 """Largest draft length: every length up to the longest arm has a price of its own."""
 ROTATION = 7
@@ -79,7 +79,7 @@ class UCBSpec(_Bandit):
     """
 
     shared = ("cost", "_cost")
-    variant: Variant = parameter("ucb_cost", one_of, get_args(Variant))
+    variant: BanditVariant = parameter("ucb_cost", one_of, get_args(BanditVariant))
     gammas: Sequence[int] = _ARMS
     confidence: float = parameter(0.1, within, 1e-12, 1)
     cost: IterationCost | None = None

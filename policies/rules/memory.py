@@ -16,7 +16,7 @@ from policies.spec import whole
 
 SCHEMA = 1
 
-Pair = tuple[int, int]
+TokenPair = tuple[int, int]
 
 
 class OnlineCorrectionMemory:
@@ -43,11 +43,11 @@ class OnlineCorrectionMemory:
         self.capacity = capacity
         self.sizes: list[int] = []
         self.evictions = 0
-        self._counts: dict[Pair, int] = {}
-        self._entered: dict[Pair, int] = {}
+        self._counts: dict[TokenPair, int] = {}
+        self._entered: dict[TokenPair, int] = {}
         self._clock = 0
         # Eviction candidates as (count, entry, pair); outdated ones are skipped when met.
-        self._heap: list[tuple[int, int, Pair]] = []
+        self._heap: list[tuple[int, int, TokenPair]] = []
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -80,13 +80,13 @@ class OnlineCorrectionMemory:
             if len(self._heap) > 4 * self.capacity + 64:
                 self._rebuild()
 
-    def calibrate(self, pairs: Iterable[Pair]) -> OnlineCorrectionMemory:
+    def calibrate(self, pairs: Iterable[TokenPair]) -> OnlineCorrectionMemory:
         """Count the pairs of an offline run, in order; returns itself."""
         for draft_token, target_token in pairs:
             self.add(draft_token, target_token)
         return self
 
-    def items(self) -> list[tuple[Pair, int]]:
+    def items(self) -> list[tuple[TokenPair, int]]:
         """Return all pairs with their counts, in the order they entered."""
         return list(self._counts.items())
 

@@ -26,6 +26,7 @@ from policies.rules.registry import describe_rule
 from profiler.machine import Machine, NoTimeError, Repeats, Timing, sweeps
 from profiler.recording.run import digest_of
 from traces.acceptance.trace import Trace
+from traces.aliases import Say
 from traces.machine import State
 from traces.replay.rounds import RoundLog
 from traces.store.checkpoint import Checkpoint
@@ -284,7 +285,7 @@ def _digest(log: RoundLog) -> str:
 
 @contextmanager
 def unfinished(
-    run: Path, options: Mapping[str, Any], total: int, say: Callable[[str], None],
+    run: Path, options: Mapping[str, Any], total: int, say: Say,
     together: int = 1, grows: bool = False,
 ) -> Iterator[Checkpoint]:  # fmt: skip
     """Yield the runs that an interrupted check with these options kept in the run folder.

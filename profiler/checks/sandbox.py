@@ -58,7 +58,7 @@ def code_of(text: str) -> tuple[str, bool]:
     return whole, endless
 
 
-def judge(task: CodeTask, text: str) -> CodeVerdict:
+def judge_code(task: CodeTask, text: str) -> CodeVerdict:
     """Run the code of an answer against the prompt's tests.
 
     Code is run with the prompt's unit tests.  If the answer is a test, it must pass on correct code

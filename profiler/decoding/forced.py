@@ -17,7 +17,7 @@ from policies.core import Load
 from profiler.decoding.batch import Stream
 from profiler.decoding.single import ModelDecoder, ModelToken
 from profiler.models.runner import Runner
-from profiler.models.sampling import Verdict, verify_greedily
+from profiler.models.sampling import TokenVerdict, verify_greedily
 from traces.acceptance.trace import Trace
 from traces.replay.decoder import ReplayDecoder
 
@@ -80,7 +80,7 @@ class ForcedDecoder(ModelDecoder):
         assert self._script is not None
         return ForcedToken(super().draft(so_far), self._script.draft(so_far))
 
-    def _verdict(self, draft: Sequence[Any], drafted: Tensor, logits: Tensor) -> Verdict:
+    def _verdict(self, draft: Sequence[Any], drafted: Tensor, logits: Tensor) -> TokenVerdict:
         # The real comparison runs for its cost; the verdict is the recording's.
         verify_greedily(drafted, logits)
         if self._script is None:  # the prefill, before the recording begins

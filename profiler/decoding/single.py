@@ -22,7 +22,7 @@ from policies.guard import Guarded, PolicyError, guarded
 from policies.rules.base import VerifyRule
 from profiler.models.runner import Runner
 from profiler.models.sampling import (
-    Verdict,
+    TokenVerdict,
     draw,
     log_probs_at,
     pick,
@@ -40,7 +40,7 @@ from traces.replay.ruled import RecordedScore
 
 ENDS = "ends"
 """The attribute of a drafted token that any rule may read."""
-Shown = tuple[list[list[Any]], list[list[Any]]]
+ShownRound = tuple[list[list[Any]], list[list[Any]]]
 """The signals and scores that a rule could read in one verification: of every drafted token those
 that it declares and `ENDS`, of every target score those that it needs."""
 
@@ -168,7 +168,7 @@ class ModelDecoder(Emitting):
         self._rule = rule
         self.mismatched: list[int] = []
         self.log_probs: list[float] = []
-        self.shown: list[Shown] = []
+        self.shown: list[ShownRound] = []
         # The true tokens, and how many of them each model's cache holds.  What a model
         # has not seen is fed to it before anything else: that is the catch-up.
         self._sequence = torch.cat([prompt, prompt.new_empty(max_new_tokens)])
@@ -213,7 +213,7 @@ class ModelDecoder(Emitting):
         self.extend(tokens)
         return accepted
 
-    def _verdict(self, draft: Sequence[Any], drafted: Tensor, logits: Tensor) -> Verdict:
+    def _verdict(self, draft: Sequence[Any], drafted: Tensor, logits: Tensor) -> TokenVerdict:
         if self._rule is not None:
             return self._judge(self._rule, draft, drafted, logits)
         if self._sampling.greedy:
@@ -229,7 +229,7 @@ class ModelDecoder(Emitting):
 
     def _judge(
         self, rule: VerifyRule, draft: Sequence[Any], drafted: Tensor, logits: Tensor
-    ) -> Verdict:
+    ) -> TokenVerdict:
         """Return the rule's verdict; its refusals are corrected as lossless verification does."""
         target = proposal = coins = None
         if not self._sampling.greedy:
@@ -451,7 +451,7 @@ def judge(
     )
 
 
-def judge_again(rule: VerifyRule, shown: Shown) -> None:
+def judge_again(rule: VerifyRule, shown: ShownRound) -> None:
     """Let `rule` decide once more on a round of an earlier run, so that it learns the same."""
     tokens, scores = (
         [SimpleNamespace(**dict(zip(names, values, strict=True))) for values in each]

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from policies.together import Policy
+from policies.batch.base import Policy
 from profiler.engines.cells import Control
 from profiler.engines.drafts import Forced
 from profiler.engines.engine import Engine
 from profiler.engines.measure import EngineTable
 from profiler.engines.session import Session, Setup
+from traces.aliases import Say, silent
 from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import Demand, EngineStep, LoadRun
 
@@ -29,7 +30,7 @@ SWEEPS = 4
 
 With one, the cells' noise was most of a predicted speedup's error on two CPU cores.
 """
-Progress = Callable[[], AbstractContextManager[Callable[[float], None]]]
+ShownShare = Callable[[], AbstractContextManager[Callable[[float], None]]]
 """Makes a progress display: returns a function that is called with the finished share."""
 
 
@@ -212,8 +213,8 @@ def run_loads(
     engine: Engine, chosen: Mapping[str, Policy], demands: Mapping[str, Demand],
     prompts: Mapping[int, Sequence[int]], forced: Forced, repeats: int,
     between: EngineTable | None = None, kept: Checkpoint | None = None,
-    say: Callable[[str], None] = lambda _: None,
-    progress: Progress = lambda: nullcontext(lambda _: None),
+    say: Say = silent,
+    progress: ShownShare = lambda: nullcontext(lambda _: None),
 ) -> dict[tuple[str, str], list[LoadRun]]:  # fmt: skip
     """Return the runs by load and policy, of every repeat.
 

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from policies.arrays import half_iqr
 from profiler.engines.cells import SIZES, Cell, CellTimer, EngineGrid
 from profiler.engines.engine import Engine
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.sources.lookups.sources import LookupSource, ServedRequest
 from traces.sources.lookups.text import searching
 from traces.sources.registry import SOURCES
@@ -77,7 +78,7 @@ def usual_control_s(samples: pd.DataFrame) -> float:
     return float(samples["control_s"].quantile(0.25))
 
 
-def cells_of(
+def cells_of_engine(
     kept: pd.DataFrame, own_passes: bool = False, average: Average = "median"
 ) -> pd.DataFrame:
     """Return cells as in `traces.latency.table.CELL_COLUMNS`, made of these samples.
@@ -105,7 +106,7 @@ def cells_of(
         idle_s, drafting_s = (0.0, 0.0) if own_passes else _proposing(own, average)
         rows.append(row("host_round", batch, 1, 0, own[HOST].sum(axis=1) + idle_s))
         rows.append(row("host_draft", batch, 1, 0, pd.Series([drafting_s])))
-    frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    frame = as_cells(rows)
     if own_passes:
         drafter = drafter_cells(decode, prompt, average)
     else:  # a proposer without a model takes only the host's time
@@ -128,7 +129,7 @@ def search_cells(average: Average) -> pd.DataFrame:
             search()
             taken.append(time.perf_counter() - began_s)
         rows.append(_row("forward", 1, 1, 0, pd.Series(taken), source.name, average=average))
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    return as_cells(rows)
 
 
 def _proposing(own: pd.DataFrame, average: Average) -> tuple[float, float]:
@@ -174,17 +175,16 @@ def drafter_cells(decode: pd.DataFrame, prompt: pd.DataFrame, average: Average) 
         for more in (0, max(bare.index)):
             seconds = max(first_s, 0.0) + token_s * batch * more
             add("catch_up", batch, 1 + more, context, seconds)
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    return as_cells(rows)
 
 
 def _row(
     phase: str, batch: int, width: int, context: int, seconds: pd.Series,
     model: str = "target", *, average: Average = "median",
 ) -> tuple[Any, ...]:  # fmt: skip
-    low, high = seconds.quantile([0.25, 0.75])
     # Differences keep their signs up to here: noise would otherwise be averaged to more than zero.
     taken_s = max(seconds.agg(average), 0.0)
-    return model, phase, batch, width, context, taken_s, (high - low) / 2, len(seconds)
+    return model, phase, batch, width, context, taken_s, half_iqr(seconds), len(seconds)
 
 
 def host_parts(kept: pd.DataFrame, average: Average = "median") -> list[dict[str, Any]]:
@@ -197,7 +197,7 @@ def host_parts(kept: pd.DataFrame, average: Average = "median") -> list[dict[str
 
 def held_out_errors(samples: pd.DataFrame, held_out: pd.DataFrame) -> dict[Cell, float]:
     """Return the relative error of interpolating each held-out cell from the others."""
-    table = LatencyTable(cells_of(quiet(samples)))
+    table = LatencyTable(cells_of_engine(quiet(samples)))
     errors = {}
     kept = quiet(held_out)
     for sizes, own in by_cell(kept, kept):
@@ -303,7 +303,7 @@ class EngineTable:
                          for c, e in errors.items()],
         }  # fmt: skip
         own_drafter = bool(self.meta["engine"]["own_drafter"])
-        cells = [cells_of(kept, own_drafter, average)]
+        cells = [cells_of_engine(kept, own_drafter, average)]
         if not own_drafter:
             cells.append(search_cells(average))
         return LatencyTable(pd.concat(cells, ignore_index=True), meta)

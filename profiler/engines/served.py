@@ -20,6 +20,7 @@ import pandas as pd
 import torch
 
 from policies.json_text import parse_json
+from policies.registry import PLAIN
 from profiler.engines.cells import Control
 from profiler.engines.drafts import Forced
 from profiler.engines.engine import Server
@@ -229,7 +230,7 @@ class Clients:
         self.texts = texts_once(kept, self.prompts, most, decoded)
         forced = Forced(self.trace, self.texts, vocabulary)
         self._drafts = FORCED + str(forced.write(self.server.folder))
-        self.decide("autoregressive")
+        self.decide(PLAIN)
         self.run(Demand(jobs[:1], 1))  # the recording is read before anything is timed
 
     def decide(self, policy: str) -> None:
@@ -251,7 +252,7 @@ class Clients:
 
     def control(self, size: int) -> ServedRun:
         """Run plain decoding of the known prompts, `size` of them at a time."""
-        self.decide("autoregressive")
+        self.decide(PLAIN)
         around = itertools.islice(itertools.cycle(self.prompts), max(CONTROL, 2 * size))
         jobs = [PlannedRequest(i, 0.0, self.trace.requests[i].tokens) for i in around]
         return self.run(Demand(jobs, size))

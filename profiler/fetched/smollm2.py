@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from policies.json_text import parse_json
-from profiler.features.checkpoint import Layout, write_drafter
+from profiler.features.checkpoint import FileLayout, write_drafter
 from profiler.features.drafters import (
     Eagle3,
     EagleDrafter,
@@ -28,8 +28,9 @@ from profiler.features.drafters import (
     ParallelEagle3,
     layer_config,
 )
-from profiler.fetched.fetch import Say, digest, made_from, place
+from profiler.fetched.fetch import digest_of_file, made_from, place
 from profiler.fetched.places import SMOLLM2, SMOLLM2_WEIGHTS, folder
+from traces.aliases import Say
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
@@ -91,7 +92,7 @@ def write_folder(stored: Path, target: Path, into: Path) -> None:
     else:
         drafter = feature_drafter(settings, weights, model)
         embedding = model.get_input_embeddings().weight.detach()
-        layout: Layout = "speculators" if isinstance(drafter, Mtp) else "eagle"
+        layout: FileLayout = "speculators" if isinstance(drafter, Mtp) else "eagle"
         write_drafter(drafter, into, layout=layout, embedding=embedding, target=target.name)
     for path in into.iterdir():
         path.chmod(0o644)  # safetensors writes 0600
@@ -125,7 +126,7 @@ def make_drafters(target: Path, say: Say = print) -> list[Path]:
         stored = SMOLLM2_WEIGHTS / f"{name}.safetensors"
         if not stored.is_file():
             continue
-        wanted = digest(stored)
+        wanted = digest_of_file(stored)
         into = folder(f"{SMOLLM2.name}-{name}")
         if made_from(into) != wanted:
             place(into, wanted, partial(write_folder, stored, target))

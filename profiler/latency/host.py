@@ -24,6 +24,7 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
+from policies.arrays import half_iqr
 from policies.core import DraftPolicy, Round, speculate
 from policies.lengths.basic import Fixed
 from policies.rules.base import VerifyRule
@@ -33,12 +34,12 @@ from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_bat
 from profiler.decoding.forced import ForcedDecoder, ForcedStream
 from profiler.decoding.single import DraftStep, ModelDecoder, ModelToken
 from profiler.latency.passes import random_ids
-from profiler.latency.table import rows_of
+from profiler.latency.table import rows_of_samples
 from profiler.machine import Repeats, Stopwatch, Timing, sweeps, timed
 from profiler.models.runner import Runner
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 
 HOST_GAMMAS = (0, 1, 2, 4, 8, 16)
 """Draft lengths over which the host's time per round and per drafted token is fitted."""
@@ -114,7 +115,9 @@ def host_cells(
     for repeat in sweeps(repeats):  # what warms up is overwritten
         spent = np.array([run(gamma) for gamma in gammas])
         fits[repeat] = nnls(spent[:, 1:], spent[:, 0])[0]
-    return rows_of([("target", phase, batch, 1, 0) for phase in ("host_round", "host_draft")], fits)
+    return rows_of_samples(
+        [("target", phase, batch, 1, 0) for phase in ("host_round", "host_draft")], fits
+    )
 
 
 class _Fixed(Runner):
@@ -308,12 +311,9 @@ def measure_rules(
     rows = []
     for phase in RULES:
         extra = samples[phase] - samples[LOSSLESS]
-        low, median, high = np.quantile(extra, [0.25, 0.5, 0.75], axis=0)
-        rows += [
-            ("target", phase, 1, n, 0, max(0.0, median[i]), (high[i] - low[i]) / 2, repeats)
-            for i, n in enumerate(counts)
-        ]
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+        each = zip(counts, np.median(extra, axis=0), half_iqr(extra), strict=True)
+        rows += [("target", phase, 1, n, 0, max(0.0, s), spread, repeats) for n, s, spread in each]
+    return as_cells(rows)
 
 
 def _round(

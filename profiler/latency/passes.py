@@ -38,7 +38,7 @@ SHORT = 2
 Pass = Callable[[int, int], Callable[[], object]]
 """From tokens fed and context to the call that makes the pass."""
 
-Points = Sequence[tuple[int, int]]
+RoundPoints = Sequence[tuple[int, int]]
 """Widths and contexts."""
 
 
@@ -138,7 +138,7 @@ def fitting_grid(grid: Grid, room: int, seq2seq: bool = False) -> Grid:
 
 
 def pass_blocks(
-    target: Runner, draft: Runner | None, grid: Grid, batch: int = 1, *, apart: Points = (),
+    target: Runner, draft: Runner | None, grid: Grid, batch: int = 1, *, apart: RoundPoints = (),
     short: bool = False, filled: bool = False,
 ) -> list[Block]:  # fmt: skip
     """Return prefill and decoding passes of both models over the grid, and the signals' cost.

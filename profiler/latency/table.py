@@ -15,10 +15,11 @@ import numpy.typing as npt
 import pandas as pd
 import torch
 
+from policies.arrays import half_iqr
 from profiler.machine import NoTimeError, Repeats, Stopwatch, Timing
 from traces.acceptance.trace import Request
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS
+from traces.latency.table import as_cells
 from traces.store.checkpoint import Checkpoint
 
 FIRST_WIDTHS = (1, 2, 4)
@@ -28,7 +29,7 @@ ROUNDED = 32
 """The longest context and prompt of a cut grid are multiples of this many tokens."""
 
 
-Cell = tuple[str, str, int, int, int]
+CellKey = tuple[str, str, int, int, int]
 """Model, phase, batch, new tokens, context."""
 
 
@@ -167,7 +168,7 @@ class Step:
     batch: int = 1
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> CellKey:
         """The key of a cell: model, phase, batch, new tokens, context."""
         return self.model, self.phase, self.batch, self.new_tokens, self.context
 
@@ -276,9 +277,9 @@ class Sweeps:
         if self._checkpoint:
             self._checkpoint.put("latency", {"samples": self._samples, "cells": self._cells})
 
-    def _time(self, block: Block) -> tuple[Timing, dict[Cell, list[Timing]]]:
+    def _time(self, block: Block) -> tuple[Timing, dict[CellKey, list[Timing]]]:
         """Return all timed calls of a block, and each cell's."""
-        whole, calls = Timing(0.0), dict[Cell, list[Timing]]()
+        whole, calls = Timing(0.0), dict[CellKey, list[Timing]]()
         for number, steps in enumerate(block.rounds):
             timings = self._watch.each([step.run for step in steps])
             if number >= block.untimed:
@@ -296,7 +297,7 @@ class Sweeps:
 
     def cells(self) -> pd.DataFrame:
         """Return rows as in `traces.latency.table`: means and half interquartile ranges."""
-        return rows_of(list(self._steps), self._samples)
+        return rows_of_samples(list(self._steps), self._samples)
 
 
 def swept(
@@ -317,15 +318,11 @@ def swept(
     return sweeps.cells()
 
 
-def rows_of(cells: Sequence[Cell], samples: npt.NDArray[np.float64]) -> pd.DataFrame:
+def rows_of_samples(cells: Sequence[CellKey], samples: npt.NDArray[np.float64]) -> pd.DataFrame:
     """Return rows as in `traces.latency.table` from samples of shape (repeats, cells), seconds.
 
     They are means, because decoding takes the sum of its passes, slow ones included; on a machine
     that is slow now and then the median would leave these out.
     """
-    low, high = np.quantile(samples, [0.25, 0.75], axis=0)
-    rows = zip(cells, samples.mean(axis=0), (high - low) / 2, strict=True)
-    return pd.DataFrame(
-        [(*cell, mean, spread, len(samples)) for cell, mean, spread in rows],
-        columns=list(CELL_COLUMNS),
-    )
+    rows = zip(cells, samples.mean(axis=0), half_iqr(samples), strict=True)
+    return as_cells([(*cell, mean, spread, len(samples)) for cell, mean, spread in rows])

@@ -103,7 +103,7 @@ def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) 
     return likeliest(logits) if sampling.greedy else draw(probs(logits, sampling), generator)
 
 
-Verdict = tuple[int, Tensor, list[int]]
+TokenVerdict = tuple[int, Tensor, list[int]]
 """Drafted tokens accepted, and the tokens emitted: on the device, and on the host."""
 
 
@@ -112,7 +112,7 @@ def count_matches(drafted: Sequence[int], own: Sequence[int]) -> int:
     return sum(takewhile(bool, map(operator.eq, drafted, own)))
 
 
-def verify_greedily(drafted: Tensor, logits: Tensor) -> Verdict:
+def verify_greedily(drafted: Tensor, logits: Tensor) -> TokenVerdict:
     """Accept the leading drafted tokens (count,) that are the argmax of `logits`.
 
     ``logits`` (positions, vocab): one position more than drafted, or as many; then a full match
@@ -152,7 +152,7 @@ def toss(
 def verify_sampled(
     drafted: Tensor, proposals: Tensor, logits: Tensor, sampling: Sampling,
     generator: torch.Generator | None,
-) -> Verdict:  # fmt: skip
+) -> TokenVerdict:  # fmt: skip
     """Verify a draft losslessly by rejection sampling; arguments as for `toss`."""
     target, proposal, coins = toss(drafted, proposals, logits, sampling, generator)
     count = coins.long().cumprod(0).sum(0, keepdim=True)  # (1,)

@@ -19,7 +19,7 @@ from traces.store.header import is_whole
 from traces.store.identity import RUN_ID, check_folder
 from traces.store.parquet import read_meta
 from traces.store.text import read_object
-from traces.store.writing import locked, write_atomically
+from traces.store.writing import locked, make_folder, write_atomically
 
 if TYPE_CHECKING:
     from profiler.models.loading import Pair
@@ -85,14 +85,14 @@ def shipped_heads(name: str) -> Path | None:
     return None
 
 
-def write_run(info: RunInfo, folder: Path) -> None:
+def write_info(info: RunInfo, folder: Path) -> None:
     """Keep `info` in the run folder."""
     fields = asdict(info)
     del fields[TRUST]
     write_atomically(folder / NAME, json.dumps(fields, indent=2).encode())
 
 
-def read_run(folder: Path, trust_remote_code: bool = False) -> RunInfo:
+def read_info(folder: Path, trust_remote_code: bool = False) -> RunInfo:
     """Return the description that the run folder holds.
 
     Raises DraftsimError if it is no run folder, or its files are of several runs.
@@ -174,11 +174,7 @@ def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
     written to (with the `remedy`).
     """
     made = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise DraftsimError(f"{folder}: cannot be written to ({reason}): {remedy}") from None
+    make_folder(folder, remedy)
     try:
         with locked(folder / LOCK, folder, remedy):
             yield
@@ -197,7 +193,7 @@ def claimed(info: RunInfo, folder: Path, force: bool = False) -> RunInfo:
     """
     if force or not (folder / NAME).is_file():
         return replace(info, run_id=uuid.uuid4().hex[:16])
-    held = read_run(folder)
+    held = read_info(folder)
     if held != info:
         raise DraftsimError(
             f"{folder} holds the run of another pair, device or dtype: name another --out, or "
@@ -212,7 +208,7 @@ def begin(info: RunInfo, folder: Path, force: bool = False) -> None:
         for pattern in RECORDINGS:
             for path in folder.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    write_run(info, folder)
+    write_info(info, folder)
 
 
 def digest_of(options: Mapping[str, Any]) -> str:

@@ -23,12 +23,11 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -61,14 +60,13 @@ from traces.acceptance.trace import (
     Trace,
     signal_columns,
 )
+from traces.aliases import Columns
 from traces.errors import DraftsimError
 
 SCORE_TOKENS = 512
 """Tail tokens the target scores in one pass: bounds the memory of their logits."""
 
-Rows = dict[str, Tensor]
-Columns = dict[str, "np.ndarray[Any, Any]"]
-Arrays = Mapping[str, npt.NDArray[Any]]
+TensorColumns = dict[str, Tensor]
 
 
 def slots_needed(prompt_tokens: int, new_tokens: int, max_gamma: int) -> int:
@@ -78,7 +76,7 @@ def slots_needed(prompt_tokens: int, new_tokens: int, max_gamma: int) -> int:
 
 def draft_columns(
     logits: Tensor, proposal: Tensor, sampling: Sampling, log_prob: Tensor | None = None
-) -> Rows:
+) -> TensorColumns:
     """Return the draft's numbers about one proposal per row; each (rows,).
 
     ``log_prob``: (rows,) that of drawing it, where the caller has it.
@@ -100,7 +98,7 @@ def draft_columns(
     return columns
 
 
-def target_columns(logits: Tensor, proposal: Tensor) -> Rows:
+def target_columns(logits: Tensor, proposal: Tensor) -> TensorColumns:
     """Return the target's numbers about one proposal per row; each (rows,)."""
     parts = [scored(*part) for part in zip(logits.split(ROWS), proposal.split(ROWS), strict=True)]
     columns = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -348,7 +346,7 @@ class Recorder:
         keep = lengths > 0
         return starts[keep], lengths[keep]
 
-    def _tails(self, branches: Branches, lengths: Tensor, wrong: Tensor) -> Rows:
+    def _tails(self, branches: Branches, lengths: Tensor, wrong: Tensor) -> TensorColumns:
         """Return rows of all off-path tails by (branch, step), two of the columns; {} if none.
 
         Each wrong proposal, `wrong` (branches,), begins a branch of at most `lengths` tokens.  The
@@ -371,11 +369,11 @@ class Recorder:
                 parts[-1]["drawn"] = log_probs_at(logits, token, self.sampling)
         return rows | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _drafted(self, branches: Branches, lengths: Tensor, feed: Tensor) -> Rows:
+    def _drafted(self, branches: Branches, lengths: Tensor, feed: Tensor) -> TensorColumns:
         """Return the draft's columns, with the token fed before each, in drafting order."""
         branch = torch.arange(feed.shape[0], device=feed.device)
         owners = branch[:0]
-        steps: list[Rows] = []
+        steps: list[TensorColumns] = []
         while True:
             step = len(steps)
             # A draft ends with the EOS it proposes: nothing follows a fed EOS.
@@ -398,7 +396,7 @@ class Recorder:
             {name: torch.cat([rows[name] for rows in steps]) for name in steps[0]} if steps else {}
         )
 
-    def _proposed(self, logits: Tensor) -> Rows:
+    def _proposed(self, logits: Tensor) -> TensorColumns:
         """Return one proposal of the draft per row and its numbers, as in `draft_columns`."""
         if self.sampling.top_p == 1:
             own = pick(logits, self.sampling, self.generator)
@@ -473,8 +471,8 @@ def with_signals(trace: Trace, draft: Any, advance: Callable[[], object]) -> Tra
 
 @torch.inference_mode()
 def _signals(
-    runner: Runner, request: Request, columns: Arrays, sampling: Sampling, wanted: list[str]
-) -> Arrays:
+    runner: Runner, request: Request, columns: Columns, sampling: Sampling, wanted: list[str]
+) -> Columns:
     """Return columns of one request, in the order of its rows."""
     rows = {
         name: torch.tensor(columns[name], dtype=torch.long, device=runner.device)

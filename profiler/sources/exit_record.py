@@ -27,6 +27,7 @@ from profiler.models.stack import LayerRunner
 from profiler.sources.start_record import SourceRecorder
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
+from traces.aliases import Columns
 from traces.sources.exit_recording import (
     OMEGAS,
     ExitRecording,
@@ -40,9 +41,6 @@ from traces.sources.recording import DRAWN, LOGITS
 
 GROUP = 48
 """Wrong exits (by position) whose continuations share passes: bounds the masks' size."""
-
-
-Columns = dict[str, "npt.NDArray[Any]"]
 
 
 @dataclass

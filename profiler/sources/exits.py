@@ -21,7 +21,7 @@ from profiler.features.heads import (
     log_confidence,
 )
 from profiler.latency.table import Block, Step
-from profiler.models.sampling import Verdict, pick, verify_greedily, verify_sampled
+from profiler.models.sampling import TokenVerdict, pick, verify_greedily, verify_sampled
 from profiler.models.stack import LayerRunner
 from profiler.sources.exit_record import ExitRecorder
 from profiler.sources.latency import LayerRounds
@@ -51,7 +51,9 @@ class Draws:
         """Return the token that exit `at` drafts at an output position after `so_far`; (1,)."""
         return pick(logits, self.sampling, self.generator)
 
-    def settle(self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int) -> Verdict:
+    def settle(
+        self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int
+    ) -> TokenVerdict:
         """Verify a round that began at an output position; see `verify_sampled`."""
         return verify_sampled(drafted, proposals, logits, self.sampling, self.generator)
 
@@ -124,7 +126,7 @@ class SourceDecoder(Emitting, ABC):
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
         """Return the fields of its recording's provenance that identify the drafter's weights."""
-        return {"heads": digest(*(modules.get(name) for name in HEADS))}
+        return {"heads": digest_of_weights(*(modules.get(name) for name in HEADS))}
 
     @classmethod
     def depth(cls, module: Any) -> int | None:
@@ -326,7 +328,7 @@ class KangarooDecoder(ExitDecoder):
 
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
-        return {**super().provenance(module, modules), "adapter": digest(module)}
+        return {**super().provenance(module, modules), "adapter": digest_of_weights(module)}
 
     @classmethod
     def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:
@@ -388,7 +390,7 @@ class KangarooDecoder(ExitDecoder):
                 super()._run([(first, last, width)])
 
 
-def digest(*modules: torch.nn.Module | None) -> str:
+def digest_of_weights(*modules: torch.nn.Module | None) -> str:
     """Return a digest of the weights of `modules`, those that are not None."""
     made = hashlib.sha256()
     for module in modules:

@@ -25,7 +25,7 @@ from profiler.latency.table import Block
 from profiler.models.runner import Runner
 from profiler.models.sampling import verify_greedily
 from profiler.models.stack import LayerRunner
-from profiler.sources.exits import ROOM, Begin, Modules, SourceDecoder, digest
+from profiler.sources.exits import ROOM, Begin, Modules, SourceDecoder, digest_of_weights
 from profiler.sources.latency import LayerRounds, drafter_rounds, tree_rounds
 from profiler.sources.start_record import (
     LAYERS,
@@ -90,7 +90,7 @@ class OnFeaturesDecoder(SourceDecoder):
 
     @classmethod
     def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
-        return {"drafter": digest(module)}
+        return {"drafter": digest_of_weights(module)}
 
     @classmethod
     def blocks(cls, rounds: LayerRounds, name: str, module: Any) -> Iterator[Block]:

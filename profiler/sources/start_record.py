@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from profiler.models.sampling import drafted, probs, signals
 from profiler.models.stack import LayerRunner
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
+from traces.aliases import Columns
 from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.sources.base import eos_of, prompt_tokens, true_tokens
@@ -34,7 +34,6 @@ from traces.sources.recording import DRAWN, LOGITS, SourceRecording
 from traces.sources.starts.sources import StartRecording
 from traces.sources.starts.trees import TREE_SIGNALS, TreeRecording
 
-Rows = dict[str, "npt.NDArray[Any]"]
 CHUNK = 64
 """Starts a pass takes: bounds the tree masks and the logits' memory."""
 
@@ -160,7 +159,7 @@ def record_along(
     return recorder.joined(parts, trace)
 
 
-def _merged(parts: Sequence[Rows]) -> Rows:
+def _merged(parts: Sequence[Columns]) -> Columns:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -187,11 +186,11 @@ class StartRecorder(SourceRecorder):
         return {}
 
     @torch.inference_mode()
-    def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:
+    def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Columns:
         """Return rows of one request; that of start 0, before the first token, is empty."""
         count, k = len(output), self.offsets
         names = LOGITS if self.sampling.greedy else (*LOGITS, *DRAWN)
-        rows: Rows = {name: np.zeros((count, k), np.float32) for name in names}
+        rows: Columns = {name: np.zeros((count, k), np.float32) for name in names}
         rows["token"] = np.full((count, k), -1, np.int32)
         rows["rank"] = np.full((count, k), -1, np.int32)
         if count < 2:
@@ -216,7 +215,7 @@ class StartRecorder(SourceRecorder):
         rows["rank"][1:] = rank.cpu().numpy()
         return rows
 
-    def joined(self, parts: Sequence[Rows], trace: Trace) -> StartRecording:
+    def joined(self, parts: Sequence[Columns], trace: Trace) -> StartRecording:
         starts = tuple(int(s) for s in trace.request_starts)
         meta = {**self.meta(), "sampling": self.sampling.meta}
         return StartRecording(_merged(parts), starts, meta)
@@ -307,7 +306,7 @@ class SkipRecorder(StartRecorder):
 
 
 Pick = Callable[..., Tensor]
-Drafts = tuple[Tensor, Tensor]
+HeadDrafts = tuple[Tensor, Tensor]
 """Logits (starts, offsets, draft vocabulary), and the target ids drafted (starts, offsets)."""
 
 
@@ -356,7 +355,7 @@ class FeatureRecorder(StartRecorder):
             states, out = self._runner.run(tokens, inputs[module][:count], 0, module=module)
             heads.append(states)
             inputs.append(out)
-        parts: list[Drafts] = []
+        parts: list[HeadDrafts] = []
         for begin in range(first, entries, CHUNK):
             at = torch.arange(begin, min(begin + CHUNK, entries), device=path.device)
             own = partial(pick, starts=at - first + 1)
@@ -370,7 +369,7 @@ class FeatureRecorder(StartRecorder):
         """Return greedy drafts, as `DrawnDrafts` returns drawn ones."""
         return self.drafter.target_ids(logits.argmax(-1))
 
-    def _chain(self, at: Tensor, heads: Tensor, out: Tensor, path: int, pick: Pick) -> Drafts:
+    def _chain(self, at: Tensor, heads: Tensor, out: Tensor, path: int, pick: Pick) -> HeadDrafts:
         """Draft by one layer for all tokens."""
         count = int(at.shape[0])
         sees = torch.arange(path, device=at.device)[None] <= at[:, None]
@@ -390,7 +389,7 @@ class FeatureRecorder(StartRecorder):
 
     def _in_turn(
         self, at: Tensor, heads: Tensor, inputs: list[Tensor], path: int, pick: Pick
-    ) -> Drafts:
+    ) -> HeadDrafts:
         """Draft by modules in turn: the k-th (from 0) lacks the true tokens of a start's last k
         entries.
 
@@ -461,9 +460,9 @@ class TreeRecorder(SourceRecorder):
         self._runner = DrafterRunner(self.drafter, slots)
 
     @torch.inference_mode()
-    def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Rows:
+    def record(self, prompt: Tensor, output: list[int], limit: int, eos: frozenset[int]) -> Columns:
         count, layers = len(output), self.layers
-        rows: Rows = {name: np.zeros((count, layers), np.float32) for name in TREE_SIGNALS}
+        rows: Columns = {name: np.zeros((count, layers), np.float32) for name in TREE_SIGNALS}
         rows["rank"] = np.full((count, layers, layers), -1, np.int32)
         if count < 2:
             return rows
@@ -487,7 +486,7 @@ class TreeRecorder(SourceRecorder):
             rows["rank"][mine] = ranks(trees, true).cpu().numpy()
         return rows
 
-    def joined(self, parts: Sequence[Rows], trace: Trace) -> TreeRecording:
+    def joined(self, parts: Sequence[Columns], trace: Trace) -> TreeRecording:
         starts = tuple(int(s) for s in trace.request_starts)
         meta = {"kind": self.drafter.kind, "topk": self.topk, "sampling": trace.sampling.meta}
         rows = _merged(parts)

@@ -32,10 +32,10 @@ from profiler.sources.run import SourceRunner, record_sources
 from profiler.sources.start_record import RecordOptions
 from profiler.suite import EAGER, GRAPH
 from profiler.suite.environment import Workplace, write_within
-from profiler.suite.pair import make_runner, rows_of, table_of
+from profiler.suite.pair import rows_of_cells, runner_of_mode
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.replay.run import replay
 from traces.sources.as_draft import drafted_trace, with_drafter
 from traces.sources.starts.parallel import Eagle as EagleSource
@@ -113,7 +113,7 @@ class Checks:
         runs = run_requests(
             self.pair, recorded, planned, repeats=1 if place.quick else REPEATS,
             advance=place.check_time, in_time=lambda: time.monotonic() < until,
-            runner=partial(make_runner, mode), drafters=drafters,
+            runner=partial(runner_of_mode, mode), drafters=drafters,
         )  # fmt: skip
         # As many requests as the time held.
         some = range(len(runs.outputs[planned[0].label]))
@@ -214,7 +214,7 @@ class DrafterPair:
         limit = int(self.pair.target.config.get_text_config().max_position_embeddings)
         target = LayerRunner(self.pair.target, min(limit, max(contexts) + max(widths)))
         place.check_time()
-        return rows_of(measure_drafters(target, self._modules, repeats, widths, contexts))
+        return rows_of_cells(measure_drafters(target, self._modules, repeats, widths, contexts))
 
     def with_own(
         self, cells: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]
@@ -223,8 +223,8 @@ class DrafterPair:
 
         The draft model's are left out.
         """
-        table = LatencyTable(table_of([*cells, *own]))
-        return rows_of(with_drafter(table, self.source.key).cells)
+        table = LatencyTable(as_cells([*cells, *own]))
+        return rows_of_cells(with_drafter(table, self.source.key).cells)
 
     def run(self, checks: Checks, seconds: float) -> dict[str, Any]:
         """Run policies with it on the requests of `checks`, interleaved, and compare the rounds."""

@@ -27,15 +27,15 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.checkpoint import Checkpoint
 from traces.store.files import write_trace
-from traces.store.writing import write_atomically
+from traces.store.writing import make_folder, write_atomically
 
 LARGEST = 16 * 10**6
 """Bytes of the largest file a stage may leave."""
 COMPLETE, FAILED, REFUSED, UNFINISHED = range(4)
 """Exit codes: all done, something failed, a wrong request, and not enough time."""
 
-Unit = dict[str, Any]
-"""Findings of a part of a stage; ``unfinished`` if some of it is not done."""
+Findings = dict[str, Any]
+"""Findings of a part of a stage; ``is_unfinished`` if some of it is not done."""
 
 
 @dataclass
@@ -151,10 +151,7 @@ def open_workplace(
     else:
         torch.set_num_threads(1)  # steadier times than several, and miniatures need no more
     kind = choose_dtype(dtype, where)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DraftsimError(f"cannot make the folder {out}: {error.strerror}") from None
+    make_folder(out, "name another --out")
     place = Workplace(out, where, kind, seconds, quick)
     if where.type == "cuda" and kind is torch.float16 and dtype is None:
         place.say("this GPU has no bfloat16: everything is measured in float16 instead")
@@ -191,7 +188,7 @@ def reason(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def unfinished(unit: Unit | None) -> bool:
+def is_unfinished(unit: Findings | None) -> bool:
     """Return True if a unit is missing, or parts of it for lack of time."""
     return unit is None or bool(unit.get("unfinished"))
 
@@ -211,7 +208,7 @@ class Units:
         self.place, self.stage, self._rows = place, stage, rows
         self._kept = Checkpoint(place.work / stage, {**settings, "plan": 2, "meta": place.meta()})
         read = ((name, self._kept.get_json(name)) for name in self._kept.names())
-        self._own: dict[str, Unit] = {name: unit for name, unit in read if unit is not None}
+        self._own: dict[str, Findings] = {name: unit for name, unit in read if unit is not None}
         self.units = dict(self._own)
         self.limits: dict[str, str] = {}
         """Parts that this device or model does not hold, by name."""
@@ -231,6 +228,16 @@ class Units:
         """Note an error and print it immediately."""
         self.failed[name] = error if isinstance(error, str) else reason(error)
         self.place.say(f"FAILED {name}: {self.failed[name]}")
+
+    @contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        """Note the part `name` if the block comes too late or fails, and go on after the block."""
+        try:
+            yield
+        except NoTimeError:
+            self.late[name] = "no time left"
+        except (DraftsimError, RuntimeError) as error:
+            self.fail(name, error)
 
     @property
     def status(self) -> int:
@@ -263,21 +270,21 @@ class Units:
             raise
         write()
 
-    def get(self, name: str) -> Unit | None:
+    def get(self, name: str) -> Findings | None:
         """Return a unit of this run, or of the stopped one that it continues, or None."""
         return self._own.get(name)
 
-    def put(self, name: str, unit: Unit) -> None:
+    def put(self, name: str, unit: Findings) -> None:
         """Keep a unit."""
         self._own[name] = unit
         self._kept.put_json(name, unit)
         self._file(name, unit)
 
-    def _file(self, name: str, unit: Unit) -> None:
+    def _file(self, name: str, unit: Findings) -> None:
         """Let a unit take the place of an earlier run's in `units`, unless that one holds more."""
         old = self.units.get(name, {"unfinished": True})
         before, now = (len(one.get(self._rows, ())) for one in (old, unit))
-        if not unfinished(unit) or (unfinished(old) and before <= now):
+        if not is_unfinished(unit) or (is_unfinished(old) and before <= now):
             self.units[name] = unit
 
     def join(
@@ -330,7 +337,7 @@ class Units:
     def close(self) -> None:
         """End the stage: forget its units, unless some of it is left, be it other pairs'."""
         left = [*self.failed, *self.late]
-        if not left and not any(unfinished(unit) for unit in self._own.values()):
+        if not left and not any(is_unfinished(unit) for unit in self._own.values()):
             self.place.forget(self.stage)
         elif left:
             what = "failed or came too late" if self.failed else "came too late"

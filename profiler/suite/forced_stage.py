@@ -23,7 +23,6 @@ import torch
 from profiler.checks.interleaved import LEAST_REPEATS
 from profiler.checks.spot_check import run_batches, run_requests
 from profiler.latency.table import Grid
-from profiler.machine import NoTimeError
 from profiler.models.architectures import PairShape
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner
@@ -38,9 +37,9 @@ from profiler.suite.checks import (
     planned_policies,
     run_rows,
 )
-from profiler.suite.environment import COMPLETE, Units, Workplace, unfinished
+from profiler.suite.environment import COMPLETE, Units, Workplace, is_unfinished
 from profiler.suite.latency_stage import build_or_none, chosen_pairs, modes_here
-from profiler.suite.pair import make_runner, pass_cells
+from profiler.suite.pair import pass_cells, runner_of_mode
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -65,7 +64,7 @@ def forced_trace(quick: bool) -> Trace:
     )
 
 
-class Unit(NamedTuple):
+class ForcedUnit(NamedTuple):
     """Runs that are interleaved: of one pair, in one mode, at one batch size."""
 
     pair: PairShape
@@ -107,27 +106,25 @@ def run_forced(
     # Single streams first: they answer the most, and a late stop then costs the least.
     batches = ((1,), (4,)) if place.quick else ((1,), (4, 16))
     every = [
-        Unit(pair, mode, batch)
+        ForcedUnit(pair, mode, batch)
         for some in batches for pair in chosen for batch in some for mode in how
     ]  # fmt: skip
     asked = {unit.name for unit in every}
     units.join(asked, "forced-measured.parquet", _rows)
-    todo = [unit for unit in every if unfinished(units.get(unit.name))]
+    todo = [unit for unit in every if is_unfinished(units.get(unit.name))]
 
-    def attempt(unit: Unit, models: tuple[Any, Any]) -> None:
+    def attempt(unit: ForcedUnit, models: tuple[Any, Any]) -> None:
         gone = units.limits
         rest = sum(u.cost for u in todo[todo.index(unit) :] if u.pair.name not in gone)
-        try:
-            done = _unit(place, unit, models, trace, place.left * unit.cost / rest)
-        except NoTimeError:
-            units.late[unit.name] = "no time left"
-        except torch.OutOfMemoryError:
-            units.limit(unit.name, f"{unit.name}: out of memory: the smaller batches were run")
-        except (DraftsimError, RuntimeError) as error:
-            units.fail(unit.name, error)
-        else:
+        done = None
+        with units.noting(unit.name):
+            try:
+                done = _unit(place, unit, models, trace, place.left * unit.cost / rest)
+            except torch.OutOfMemoryError:
+                units.limit(unit.name, f"{unit.name}: out of memory: the smaller batches were run")
+        if done is not None:
             units.put(unit.name, done)
-            if unfinished(done):
+            if is_unfinished(done):
                 units.late[unit.name] = "time for one repeat only"
             place.say(
                 f"{unit.name}: {len(done['rows'])} runs, {done['repeats']} repeats of "
@@ -169,12 +166,12 @@ def _rows(path: Path) -> dict[str, list[list[Any]]]:
 
 
 def _unit(
-    place: Workplace, unit: Unit, models: tuple[Any, Any], trace: Trace, share: float
+    place: Workplace, unit: ForcedUnit, models: tuple[Any, Any], trace: Trace, share: float
 ) -> dict[str, Any]:
     """Run all policies on a unit, interleaved, within a `share` of the time, if possible."""
     until = time.monotonic() + share
     batch = unit.batch
-    target, draft = (make_runner(unit.mode, model, trace.longest, batch) for model in models)
+    target, draft = (runner_of_mode(unit.mode, model, trace.longest, batch) for model in models)
     made = {id(models[0]): target, id(models[1]): draft}
     anchors = _anchors(place, target, draft, batch)
     names = (QUICK_POLICIES, MORE_QUICK_POLICIES) if place.quick else (POLICIES, MORE_POLICIES)

@@ -17,10 +17,10 @@ import torch
 from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.graphs import compiler_missing
 from profiler.suite import COMPILED, KERNELS, MODES
-from profiler.suite.environment import COMPLETE, Unit, Units, Workplace, unfinished
-from profiler.suite.pair import FULL, QUICK, RANKS, PairMeasurement, profile_rounds, table_of
+from profiler.suite.environment import COMPLETE, Findings, Units, Workplace, is_unfinished
+from profiler.suite.pair import FULL, QUICK, RANKS, PairMeasurement, profile_rounds
 from traces.errors import DraftsimError
-from traces.latency.table import LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.store.files import read_latency, write_latency
 
 
@@ -42,7 +42,7 @@ def run_latency(
     named_of = {p.name: [f"{p.name}.{mode}" for mode in how] for p in chosen}
     asked = {name for names in named_of.values() for name in names}
     units.join(asked, "latency.parquet", _rows)
-    todo = [p for p in chosen if any(unfinished(units.get(name)) for name in named_of[p.name])]
+    todo = [p for p in chosen if any(is_unfinished(units.get(name)) for name in named_of[p.name])]
     with units.closing(lambda: _write(units)):
         for i, pair in enumerate(todo):
             share = place.left * weight(pair) / sum(weight(other) for other in todo[i:])
@@ -55,7 +55,7 @@ def run_latency(
                 _measure_pair(place, pair, models, share, units, how)
             finally:
                 for name in named_of[pair.name]:
-                    judge(units, name, units.get(name))
+                    note_missing(units, name, units.get(name))
             if profile:
                 _profile(units, pair, models, how)
             del models
@@ -75,10 +75,8 @@ def _profile(units: Units, pair: PairShape, models: tuple[Any, Any], how: Sequen
         )
         return
     for mode in how:
-        try:
+        with units.noting(f"{pair.name}.{mode}, profile"):
             place.say(f"wrote {profile_rounds(place, pair.name, mode, models).name}")
-        except (DraftsimError, RuntimeError) as error:
-            units.fail(f"{pair.name}.{mode}, profile", error)
         place.release()
 
 
@@ -93,7 +91,7 @@ def modes_here(units: Units, modes: Sequence[str] | None) -> list[str]:
     return asked
 
 
-def judge(units: Units, name: str, unit: Unit | None) -> None:
+def note_missing(units: Units, name: str, unit: Findings | None) -> None:
     """Note the missing parts of a measurement (`PairMeasurement.unit`) as failed or late."""
     if unit is None:
         units.late[name] = "no time left"
@@ -169,7 +167,7 @@ def _measure_pair(
     kept = {mode: units.get(f"{pair.name}.{mode}") for mode in how}
     modes = {
         mode: PairMeasurement(place, pair, mode, models, plan, begin + share, unit)
-        for mode, unit in kept.items() if unfinished(unit)
+        for mode, unit in kept.items() if is_unfinished(unit)
     }  # fmt: skip
     spent = {mode: (unit or {}).get("seconds", 0.0) for mode, unit in kept.items()}
     for rank in RANKS:
@@ -194,12 +192,12 @@ def _measure_pair(
         )
 
 
-def named(rows: Sequence[Sequence[Any]], pair: str, mode: str) -> list[list[Any]]:
+def named_cells(rows: Sequence[Sequence[Any]], pair: str, mode: str) -> list[list[Any]]:
     """Return cells of a pair in a mode, named as in the table of several."""
     return [[f"{pair}/{mode}/{row[0]}", *row[1:]] for row in rows]
 
 
-def write_table(
+def write_cells(
     place: Workplace, rows: Sequence[Sequence[Any]], shapes: Mapping[str, Any], file: str
 ) -> None:
     """Write `rows` of cells as the latency table `file`.  ``shapes``: by pair, its models'."""
@@ -207,18 +205,18 @@ def write_table(
         "kind": "measured", "estimator": "mean", "attention": "sdpa", "shapes": dict(shapes),
         "kernels": KERNELS, **place.meta(),
     }  # fmt: skip
-    write_latency(LatencyTable(table_of(rows), meta), place.out / file)
+    write_latency(LatencyTable(as_cells(rows), meta), place.out / file)
 
 
 def _write(units: Units) -> None:
     place = units.place
     rows = [
         row for name, unit in units.units.items()
-        for row in named(unit["cells"], *name.rsplit(".", 1))
+        for row in named_cells(unit["cells"], *name.rsplit(".", 1))
     ]  # fmt: skip
     if rows:
         shapes = {p.name: shapes_of(p) for p in chosen_pairs(None, place.quick)}
-        write_table(place, rows, shapes, "latency.parquet")
+        write_cells(place, rows, shapes, "latency.parquet")
     units.write()
 
 

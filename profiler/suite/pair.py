@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, supported
 
 from policies.lengths.basic import Fixed
 from profiler.latency.host import dictated_run, dictating_trace, host_beyond
-from profiler.latency.passes import Points, measure_layers, pass_blocks
+from profiler.latency.passes import RoundPoints, measure_layers, pass_blocks
 from profiler.latency.table import Grid, swept
 from profiler.machine import NoTimeError
 from profiler.models.architectures import PairShape
@@ -31,7 +31,7 @@ from profiler.models.stack import LayerRunner
 from profiler.suite import COMPILED, EAGER, GRAPH
 from profiler.suite.environment import Workplace, reason
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable, as_cells
 
 WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)
 SINGLE, BATCHED, WANTED = range(3)
@@ -44,7 +44,7 @@ RUNNERS = {EAGER: Runner, GRAPH: GraphRunner, COMPILED: CompiledRunner}
 GAMMA, TOKENS, PROMPT = 4, 12, 64
 """The rounds whose kernels are traced: drafted tokens, and the run that they are from."""
 
-Found = tuple[list[list[Any]], list[dict[str, Any]]]
+PartRows = tuple[list[list[Any]], list[dict[str, Any]]]
 """Rows of `traces.latency.table.CELL_COLUMNS`, and what is held out."""
 
 
@@ -84,7 +84,7 @@ class PairPart(NamedTuple):
 
     name: str
     rank: int
-    run: Callable[[], Found]
+    run: Callable[[], PartRows]
 
 
 class LimitError(DraftsimError):
@@ -93,7 +93,7 @@ class LimitError(DraftsimError):
 
 def pass_cells(
     place: Workplace, runners: Sequence[Runner | None], grid: Grid, batch: int, *,
-    apart: Points = (), check: Callable[[], None], late: Callable[[], bool] = lambda: False,
+    apart: RoundPoints = (), check: Callable[[], None], late: Callable[[], bool] = lambda: False,
 ) -> pd.DataFrame:  # fmt: skip
     """Return the cells of a pair's passes at a batch size, over a grid and at points `apart`.
 
@@ -191,7 +191,7 @@ class PairMeasurement:
         if late and self._rank != SINGLE:
             raise NoTimeError("no time left")
 
-    def passes(self, batch: int) -> Found:
+    def passes(self, batch: int) -> PartRows:
         """Measure the passes of both models at a batch size, and rounds held out between them."""
         # A smaller batch's time is the least that it takes.
         self._check(max((s for b, s in self._took.items() if b < batch), default=0.0))
@@ -203,7 +203,7 @@ class PairMeasurement:
         apart = points_between(widths, contexts, plan.apart, seed=batch)
         runners = [
             None if model is None
-            else make_runner(self.mode, model, max(contexts) + grid.widest, batch)
+            else runner_of_mode(self.mode, model, max(contexts) + grid.widest, batch)
             for model in self.models.values()
         ]  # fmt: skip
         cells = pass_cells(
@@ -213,9 +213,9 @@ class PairMeasurement:
         self._took[batch] = time.monotonic() - begin
         between = cells["context"].isin([context for _, context in apart])
         table = cells[~between]
-        return rows_of(table), held_out(cells[between], LatencyTable(table))
+        return rows_of_cells(table), held_out(cells[between], LatencyTable(table))
 
-    def host(self, batch: int) -> Found:
+    def host(self, batch: int) -> PartRows:
         """Measure the host's time per round and drafted token in whole rounds.
 
         The host's share is the time that passes do not explain, so measure all passes first.
@@ -227,14 +227,14 @@ class PairMeasurement:
             raise LimitError(f"no passes at batch {batch}")
         plan = self.plan
         slots = plan.prompt + plan.tokens
-        target, draft = (make_runner(self.mode, m, slots, batch) for m in self.models.values())
+        target, draft = (runner_of_mode(self.mode, m, slots, batch) for m in self.models.values())
         cells = host_beyond(
-            target, draft, table_of(passes), batch=batch, repeats=plan.grid.repeats,
+            target, draft, as_cells(passes), batch=batch, repeats=plan.grid.repeats,
             tokens=plan.tokens, prompt=plan.prompt, gammas=plan.gammas, check=self._check,
         )  # fmt: skip
-        return rows_of(cells), []
+        return rows_of_cells(cells), []
 
-    def layers(self, name: str) -> Found:
+    def layers(self, name: str) -> PartRows:
         """Measure single layers and the output head; with exit heads where there is no draft."""
         exits, grid = self.models["draft"] is None, self.plan.grid
         contexts = self._contexts(1)[:3]
@@ -244,7 +244,7 @@ class PairMeasurement:
             runner, name, widths, contexts, grid, graphs=self.mode == GRAPH, exits=exits,
             check=self._check, late=lambda: self.late,
         )  # fmt: skip
-        return rows_of(cells), []
+        return rows_of_cells(cells), []
 
     def _contexts(self, batch: int) -> list[int]:
         """Return the contexts that the memory and both models hold before the widest pass.
@@ -289,15 +289,10 @@ class PairMeasurement:
         }  # fmt: skip
 
 
-def rows_of(cells: pd.DataFrame) -> list[list[Any]]:
+def rows_of_cells(cells: pd.DataFrame) -> list[list[Any]]:
     """Return cells as rows of `traces.latency.table.CELL_COLUMNS`."""
     rows: list[list[Any]] = cells[list(CELL_COLUMNS)].astype(object).to_numpy().tolist()
     return rows
-
-
-def table_of(rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
-    """Return rows as in `rows_of` as cells."""
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
 
 def points_between(
@@ -316,7 +311,7 @@ def held_out(cells: pd.DataFrame, table: LatencyTable) -> list[dict[str, Any]]:
     """Return the relative errors of a `table` at the measured `cells`."""
     found = []
     least_s = 1e-9  # on a disturbed machine the difference of two timings can be zero
-    for model, phase, batch, width, context, seconds, *_ in rows_of(cells):
+    for model, phase, batch, width, context, seconds, *_ in rows_of_cells(cells):
         read = table.seconds(model, phase, batch=batch, new_tokens=width, context=context)
         found.append({
             "model": model, "phase": phase, "batch": batch, "width": width, "context": context,
@@ -335,7 +330,7 @@ def error_summary(errors: Sequence[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def make_runner(mode: str, model: Any, slots: int, batch: int = 1) -> Runner:
+def runner_of_mode(mode: str, model: Any, slots: int, batch: int = 1) -> Runner:
     """Return the runner of a mode (`profiler.suite.KERNELS`) for a model."""
     return RUNNERS[mode](model, slots, batch)
 
@@ -368,7 +363,7 @@ def profile_rounds(place: Workplace, name: str, mode: str, models: tuple[Any, An
     """
     tokens, prompt = (6, 16) if place.quick else (TOKENS, PROMPT)
     trace = dictating_trace(1, tokens, prompt, GAMMA)
-    target, draft = (make_runner(mode, model, tokens + prompt + GAMMA + 1) for model in models)
+    target, draft = (runner_of_mode(mode, model, tokens + prompt + GAMMA + 1) for model in models)
     dictated_run(target, draft, trace, [0], Fixed(GAMMA))
     path = place.out / f"profile-{name}-{mode}.json"
     part = path.with_suffix(".part.json")

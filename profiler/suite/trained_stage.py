@@ -45,11 +45,11 @@ from profiler.suite.checks import (
 from profiler.suite.environment import (
     Units,
     Workplace,
-    unfinished,
+    is_unfinished,
     write_results,
     write_within,
 )
-from profiler.suite.latency_stage import judge, named, shapes_of, write_table
+from profiler.suite.latency_stage import named_cells, note_missing, shapes_of, write_cells
 from profiler.suite.pair import FULL, QUICK, PairMeasurement
 from profiler.train.minutes import DRAFT, TARGET, Trained, train_pair
 from traces.acceptance.sampling import Sampling
@@ -154,19 +154,16 @@ class _Stage:
     ) -> dict[str, Any]:
         """Return a part's results, from now or before; empty if it failed or cannot run."""
         kept = self.units.get(name) or {}
-        if kept and not unfinished(kept):
+        if kept and not is_unfinished(kept):
             return kept
         if needs is None:
             self.units.fail(name, "the recording that it needs failed")
             return kept
-        try:
+        unit = None
+        with self.units.noting(name):
             self.place.check_time()
             unit = make(needs)
-        except NoTimeError:
-            self.units.late[name] = "no time left"
-            return kept
-        except (DraftsimError, RuntimeError) as error:
-            self.units.fail(name, error)
+        if unit is None:
             self.place.release()
             return kept
         self.units.put(name, unit)
@@ -244,7 +241,7 @@ class _Stage:
         shutil.copyfile(of.path, self.place.out / of.path.name)
         runs = self.part(f"{of.pair_name}, runs", lambda known: of.run(known, share), checks)
         rows = of.with_own(eager, own["cells"])
-        return {**own, **runs, "cells": named(rows, of.pair_name, EAGER)}
+        return {**own, **runs, "cells": named_cells(rows, of.pair_name, EAGER)}
 
     def _write_latency(self, rows: Sequence[Sequence[Any]]) -> None:
         """Write the table of all modes and drafters, if there is anything in it."""
@@ -252,7 +249,7 @@ class _Stage:
         both = shapes_of(self.shape)
         alone = {f"{base}+{name}": {"target": both["target"]} for name in self.drafters}
         if rows:
-            write_table(self.place, rows, {base: both, **alone}, "trained-latency.parquet")
+            write_cells(self.place, rows, {base: both, **alone}, "trained-latency.parquet")
 
     def _write_measured(self, *checked: dict[str, Any]) -> None:
         times = [row for part in checked for row in part.get("times", ())]
@@ -279,13 +276,13 @@ def measure_modes(place: Workplace, pair: Pair, shape: PairShape, stage: Units) 
         kept = {**before["latency"].get(mode, {}), "cells": of_mode(before["cells"], mode)}
         measured = PairMeasurement(place, shape, mode, (pair.target, pair.draft), plan, end, kept)
         measured.run()
-        rows += named(measured.cells, shape.name, mode)
+        rows += named_cells(measured.cells, shape.name, mode)
         unit = measured.unit()
-        judge(stage, f"latency, {mode}", unit)
+        note_missing(stage, f"latency, {mode}", unit)
         units[mode] = {k: v for k, v in unit.items() if k != "cells"}
     if not rows:
         raise NoTimeError("no time left")
-    return {"latency": units, "cells": rows, "unfinished": any(map(unfinished, units.values()))}
+    return {"latency": units, "cells": rows, "unfinished": any(map(is_unfinished, units.values()))}
 
 
 def of_mode(rows: Sequence[Sequence[Any]], mode: str) -> list[list[Any]]:

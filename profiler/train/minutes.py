@@ -33,6 +33,7 @@ from profiler.train.documents import (
     stable_hash,
 )
 from profiler.train.heads import Descent
+from traces.aliases import Say
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"  # EOS separates documents, so it is BOS as well
 VOCABULARY, POSITIONS = 2048, 1024
@@ -45,7 +46,6 @@ TARGET = DecoderShape(
 )  # fmt: skip
 DRAFT = replace(TARGET, name="trained-3", layers=3)
 
-Say = Callable[[str], None]
 Trained = tuple[Pair, list[Prompt], dict[str, Any]]
 """A pair, held-out prompts, and the record of the training."""
 

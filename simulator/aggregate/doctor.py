@@ -109,16 +109,16 @@ def diagnose(observed: Positions, expected: Positions) -> Diagnosis:
     gap = np.where(judged, _logit(mine) - _logit(its), 0.0)
     z = np.where(judged, gap / np.where(judged, error, 1.0), np.nan)
     places = [Place(j + 1, float(its[j]), float(mine[j]), float(z[j])) for j in range(count)]
-    parts = by_context(observed)
+    parts = rounds_by_context(observed)
     if judged.any():
-        falls = _fall(parts) < COLLAPSED * _fall(by_context(expected))
+        falls = _fall(parts) < COLLAPSED * _fall(rounds_by_context(expected))
         cause, at, leaves = _cause(mine[judged], its[judged], gap[judged], error[judged], falls)
     else:
         cause, at, leaves = _by_length(observed.known[k], should), None, 0.0
     return Diagnosis(places, parts, k, should, observed.known[k], cause, at, leaves)
 
 
-def by_context(observed: Positions) -> list[ContextPart]:
+def rounds_by_context(observed: Positions) -> list[ContextPart]:
     """Return tokens per round by context, in parts of equally many rounds; empty without rounds."""
     if observed.log is None or len(observed.log) < CONTEXTS * 20:
         return []

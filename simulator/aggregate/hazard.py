@@ -120,7 +120,7 @@ BEND = 0.3
 """Standard deviation by which each position after the measured ones departs from the line."""
 
 
-def survival(values: Floats, longest: int) -> Floats:
+def chances(values: Floats, longest: int) -> Floats:
     """Return chances that the first 1, 2, ... drafted tokens are all accepted, (draws, longest).
 
     ``values``: (draws, 3) in the order of `HAZARD`.
@@ -146,14 +146,14 @@ def _logits(values: Floats, longest: int) -> Floats:
 
 def lengths(values: Floats, k: int) -> Floats:
     """Return acceptance lengths (the target's own token included) at draft length `k`, (draws,)."""
-    return np.asarray(1.0 + survival(values, k).sum(axis=1))
+    return np.asarray(1.0 + chances(values, k).sum(axis=1))
 
 
 def gaps(values: Floats, known: Mapping[int, float]) -> Floats:
     """Return model less measured acceptance lengths, in standard deviations, (draws, known)."""
     if not known:
         return np.zeros((len(values), 0))
-    alive = np.cumsum(survival(values, max(known)), axis=1)
+    alive = np.cumsum(chances(values, max(known)), axis=1)
     return np.stack(
         [np.log((1 + alive[:, k - 1]) / emitted) / SPREAD for k, emitted in known.items()], axis=1
     )
@@ -243,7 +243,7 @@ def median_survival(known: Mapping[int, float], longest: int) -> tuple[float, ..
     ones.
     """
     check_totals(known)
-    alive = np.median(survival(draws_near(tuple(sorted(known.items()))), longest), axis=0)
+    alive = np.median(chances(draws_near(tuple(sorted(known.items()))), longest), axis=0)
     if longest in known:  # the sum is measured: keep it
         alive = alive * (known[longest] - 1) / alive.sum()
     return tuple(float(chance) for chance in np.minimum.accumulate(np.minimum(alive, 1.0)))

@@ -38,13 +38,13 @@ LONGEST = 8
 MOST_BYTES = 64 * 2**20
 """Longest answer of a server that is asked for its counters."""
 URLS = ("http://", "https://")
-Rounds = Callable[[str, Trace], Positions]
+RoundsReader = Callable[[str, Trace], Positions]
 """A function from a label and the rounds of a log to their acceptance."""
 
 
 def read_acceptance(
     given: str | Sequence[str], k: int | None = None, *, form: str = "auto",
-    rounds: Rounds | None = None, drafts: int | None = None,
+    rounds: RoundsReader | None = None, drafts: int | None = None,
 ) -> Positions:  # fmt: skip
     """Return acceptance by position, from numbers or files.
 
@@ -94,7 +94,7 @@ def is_told(text: str) -> bool:
 
 
 def _of_files(
-    files: Sequence[Path], named: Sequence[str], form: str, rounds: Rounds | None,
+    files: Sequence[Path], named: Sequence[str], form: str, rounds: RoundsReader | None,
     drafts: int | None,
 ) -> Positions:  # fmt: skip
     first = files[0]

@@ -23,7 +23,7 @@ from policies.arrays import Floats
 from simulator.hardware.roofline import (
     FORMATS,
     SHAPES,
-    Mode,
+    LaunchMode,
     Observation,
     Roofline,
     Unpacking,
@@ -117,7 +117,7 @@ def outside_launches(without: str = "") -> float:
     return float(least_squares(misses, start, bounds=(low, np.inf)).x[0])
 
 
-def evidence_for(form: WeightFormat, mode: Mode) -> list[tuple[PublishedStudy, PublishedRun]]:
+def evidence_for(form: WeightFormat, mode: LaunchMode) -> list[tuple[PublishedStudy, PublishedRun]]:
     """Return the published runs from which a format's unpacking cost follows."""
     return [
         (study, run) for study in STUDIES if study.mode == mode
@@ -125,14 +125,14 @@ def evidence_for(form: WeightFormat, mode: Mode) -> list[tuple[PublishedStudy, P
     ]  # fmt: skip
 
 
-def _same(one: WeightFormat, other: WeightFormat, mode: Mode) -> bool:
+def _same(one: WeightFormat, other: WeightFormat, mode: LaunchMode) -> bool:
     if mode == "graph" and other.kernels:
         return one.kernels == other.kernels
     return one.name == other.name
 
 
 @lru_cache(maxsize=256)
-def unpacking(form: WeightFormat, mode: Mode, left: Left = ()) -> Unpacking:
+def unpacking(form: WeightFormat, mode: LaunchMode, left: Left = ()) -> Unpacking:
     """Return the cost of passes over a format beyond its bytes, from published runs but `left`.
 
     In graphs, formats that the same kernels read are fitted together.  In eager mode each format is
@@ -208,7 +208,7 @@ class Predicted(NamedTuple):
 
 
 @cache
-def predictions(mode: Mode) -> tuple[Predicted, ...]:
+def predicted_runs(mode: LaunchMode) -> tuple[Predicted, ...]:
     """Return every published run of a mode that can be predicted from others."""
     return tuple(
         row
@@ -223,8 +223,8 @@ def by_library() -> tuple[Predicted, ...]:
     """Return runs of a format that others read with another library, from this library's alone.
 
     The library decides which kernels run for a quantised matrix, so runs of another library say
-    little.  These are the errors if the server's library is known; `predictions` assume that it is
-    not.
+    little.  These are the errors if the server's library is known; `predicted_runs` assumes that it
+    is not.
     """
     found: list[Predicted] = []
     for study in (s for s in STUDIES if s.libraries):
@@ -283,15 +283,15 @@ def _names(study: PublishedStudy, runs: list[PublishedRun]) -> Left:
     return tuple((study.name, run) for run in runs)
 
 
-def passes(mode: Mode, quantised: bool) -> list[Predicted]:
+def passes(mode: LaunchMode, quantised: bool) -> list[Predicted]:
     """Return the predicted passes over one token, of quantised or of unquantised formats."""
     return [
-        row for row in predictions(mode)
+        row for row in predicted_runs(mode)
         if row.run.new_tokens == 1 and FORMATS[row.run.weights].quantised == quantised
     ]  # fmt: skip
 
 
-def ratio_errors(mode: Mode, quantised: bool) -> list[float]:
+def ratio_errors(mode: LaunchMode, quantised: bool) -> list[float]:
     """Return relative errors of cost ratios c, for pairs of runs that could be draft and target.
 
     Both runs are of one study, one model is at least three times as large as the other, and the
@@ -309,7 +309,7 @@ def ratio_errors(mode: Mode, quantised: bool) -> list[float]:
 
 def width_errors(quantised: bool) -> list[float]:
     """Return relative errors of what more tokens make of a pass, by published runs."""
-    rows = [r for r in predictions("graph") if FORMATS[r.run.weights].quantised == quantised]
+    rows = [r for r in predicted_runs("graph") if FORMATS[r.run.weights].quantised == quantised]
     one = {_series(r): r.error for r in rows if r.run.new_tokens == 1}
     if not quantised:  # the run over one token is given, and met
         one = {_series(r): 0.0 for r in rows if r.run.new_tokens > 1}
@@ -418,7 +418,7 @@ def published_error(fitted: Roofline | None = None, quantised: bool = False) -> 
 
 
 @cache
-def _published_error(fitted: Roofline | None, mode: Mode, quantised: bool) -> PublishedError:
+def _published_error(fitted: Roofline | None, mode: LaunchMode, quantised: bool) -> PublishedError:
     rows = [
         (abs(row.error), row.run.device) for row in passes(mode, quantised)
         if row.study is not GAMMATUNE  # below

@@ -33,7 +33,7 @@ from traces.latency.table import LatencyTable
 from traces.operators.devices import Device
 from traces.operators.shapes import ARCHITECTURES
 
-Mode = Literal["eager", "graph"]
+LaunchMode = Literal["eager", "graph"]
 
 FREE = ("fixed_s", "layer_s", "memory_share", "compute_share")
 _BOUNDS = {
@@ -71,7 +71,7 @@ class Roofline:
     """
 
     device: Device
-    mode: Mode = "eager"
+    mode: LaunchMode = "eager"
     fixed_s: float = 1e-4
     layer_s: float = 4e-4
     memory_share: float = 0.75

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from simulator.hardware.record import published_error, ratio_errors, reach, unpacking, width_errors
-from simulator.hardware.roofline import Mode, ModelShape, Roofline, WeightFormat, observations
+from simulator.hardware.roofline import LaunchMode, ModelShape, Roofline, WeightFormat, observations
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.operators.devices import DEVICES, Device, find_device
@@ -98,7 +98,7 @@ def fit_table(latency: LatencyTable, shapes: Mapping[str, ModelShape]) -> tuple[
             "the latencies were measured in float32, and data sheets are compared by their bf16 "
             "rates: measure in bfloat16 to carry them over"
         )
-    how: Mode = "graph" if latency.meta.get("mode") in ("graph", "compiled") else "eager"
+    how: LaunchMode = "graph" if latency.meta.get("mode") in ("graph", "compiled") else "eager"
     observed = observations(latency, shapes)
     fit = Roofline(home, how).fitted(observed)
     error = float(np.median(np.abs(fit.errors(observed))))
@@ -191,7 +191,7 @@ class TableBounds(NamedTuple):
     cheap: LatencyTable
 
 
-def reaches(mode: Mode, quantised: bool) -> tuple[float, float]:
+def reaches(mode: LaunchMode, quantised: bool) -> tuple[float, float]:
     """Return the factors that drafts, and wide passes, over the target's step may be off by."""
     return reach(ratio_errors(mode, quantised), LEVEL), reach(width_errors(quantised), LEVEL)
 

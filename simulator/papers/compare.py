@@ -12,11 +12,12 @@ from simulator.papers import specbound
 from simulator.papers.cmasd import FIGURE_2, at_tau, batch_rows, cmasd_rows
 from simulator.papers.csd import TRAINING_SHARE, csd_rows, csd_rule
 from simulator.papers.gammatune import gammatune_rows
-from simulator.papers.ours import Ours, Row, experiment, missing, outcome
+from simulator.papers.ours import Ours, Row, experiment, missing_rows, outcome
 from simulator.papers.quantities import SPECBOUND, quantity_rows
 from simulator.papers.settings import TABLE as SETTINGS_TABLE
 from simulator.papers.settings import setting_rows
 from simulator.published import SPECBOUND_1, TABLES, TASKS, PaperTable
+from traces.aliases import Count, silent
 from traces.errors import DraftsimError, SignalError
 from traces.sources.methods import CMASD_ABLATION, FIXED_TAUS, MEAN_TAU
 from traces.sources.methods import CSD_ABLATION as CSD_METHODS
@@ -36,7 +37,7 @@ SETTINGS = 100
 
 
 def side_by_side(
-    ours: Ours, progress: Callable[[int, int], None] = lambda *_: None
+    ours: Ours, progress: Count = silent
 ) -> list[Row]:  # fmt: skip
     """Return one row per published cell, and per number of ours that has none, sorted by table.
 
@@ -71,7 +72,7 @@ def side_by_side(
     if not any(row.table == published.SPECBOUND_5.name for row in done):
         done += _draft_model_distribution(ours)
     for table in (SPECBOUND_CELLS, *TABLES.values()):
-        done += missing(table, done)
+        done += missing_rows(table, done)
     order = {name: i for i, name in enumerate(TABLES)}
     return sorted(done, key=lambda row: (row.table.split()[0], order.get(row.table, -1)))
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from policies.core import DraftPolicy
 from policies.registry import describe
 from policies.rules.context import CSD
-from policies.rules.memory import OnlineCorrectionMemory, Pair
+from policies.rules.memory import OnlineCorrectionMemory, TokenPair
 from simulator.papers.ours import MethodOutcome, Ours, Row, experiment, method_outcome
 from simulator.published import CSD_ABLATION, CSD_GAINS, CSD_MAIN, CSD_PATTERNS
 from simulator.summary import HARDLY_VERIFIES, accepted_mismatches, degenerate
@@ -148,7 +148,7 @@ TOP = 0.2
 class Rejections:
     """Every rejection of a lossless run: its (draft, target) pair, and what the gate reads."""
 
-    pairs: Sequence[Pair]
+    pairs: Sequence[TokenPair]
     gaps: npt.NDArray[np.float64]
     """z(draft) - z(target) in nats, at most 0; shape (rejections,)."""
 
@@ -164,7 +164,7 @@ class Rejections:
     def __add__(self, other: Rejections) -> Rejections:
         return Rejections([*self.pairs, *other.pairs], np.concatenate([self.gaps, other.gaps]))
 
-    def top(self) -> set[Pair]:
+    def top(self) -> set[TokenPair]:
         """Return the most frequent `TOP` of the patterns, rounded up; of ties the first met."""
         counts = Counter(self.pairs)
         most = counts.most_common(math.ceil(TOP * len(counts)))
@@ -215,7 +215,9 @@ def threshold_rows(
     ]  # fmt: skip
 
 
-def pattern_rows(whole: Rejections, frequent: set[Pair], rescued: Sequence[Pair]) -> list[Row]:
+def pattern_rows(
+    whole: Rejections, frequent: set[TokenPair], rescued: Sequence[TokenPair]
+) -> list[Row]:
     """Return the share of all rejections, and of rescues, that the most frequent patterns hold.
 
     ``frequent`` are those of the prompts that `rescued` is not from.
@@ -249,7 +251,7 @@ class Rescues(CSD):
     def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Start with nothing rescued (CSD)."""
         super().begin_run(vocab_size, temperature, top_p)
-        self.rescued: list[Pair] = []
+        self.rescued: list[TokenPair] = []
 
     def accepts(self, token: Any, score: Any) -> bool:
         """Follow CSD."""

@@ -45,7 +45,7 @@ class Row(NamedTuple):
     """Reason why the run of our value is degenerate (`simulator.summary`)."""
 
 
-def missing(table: PaperTable, done: list[Row]) -> list[Row]:
+def missing_rows(table: PaperTable, done: list[Row]) -> list[Row]:
     """Return rows for the cells that `done` does not compare: they need the paper's models."""
     compared = {(row.row, row.column) for row in done if row.table == table.name}
     return [

@@ -36,7 +36,7 @@ PAIRS = {
 """GammaTune's pairs, target first."""
 
 
-Cell = tuple[str, str, str, float | None, float, str]
+PaperCell = tuple[str, str, str, float | None, float, str]
 """Table, row, column, the published number and the computed one, and a note."""
 
 
@@ -49,7 +49,7 @@ def quantity_rows() -> list[Row]:
     return [Row(*cell[:5], QUANTITY, cell[5]) for part in parts for cell in part()]
 
 
-def specbound_cells() -> Iterator[Cell]:
+def specbound_cells() -> Iterator[PaperCell]:
     """Yield the 24 SD cells by eq. 5 with one fitted depth fraction per model and gamma = CR."""
     cells = inside = 0
     for model in MODELS:
@@ -69,7 +69,7 @@ def specbound_cells() -> Iterator[Cell]:
     yield SPECBOUND, "SpecBound, all models", column, None, float(inside), f"of {cells}"
 
 
-def specbound_fits() -> Iterator[Cell]:
+def specbound_fits() -> Iterator[PaperCell]:
     """Yield depth fractions that eq. 5 needs, for no or one wasted position."""
     fits = [
         (wasted, label, name, models, False)
@@ -86,7 +86,7 @@ def specbound_fits() -> Iterator[Cell]:
         yield SPECBOUND, f"{name} SpecBound", f"depth fraction, {label}", None, fit.depth, note
 
 
-def specbound_overall() -> Iterator[Cell]:
+def specbound_overall() -> Iterator[PaperCell]:
     """Yield the overall column as the plain mean of the six tasks, of Tables 1, 2 and 4."""
     for (model, name), line in SPECBOUND_1.items():
         label, mean = f"{model} {name}", float(np.mean(line.speedup))
@@ -98,7 +98,7 @@ def specbound_overall() -> Iterator[Cell]:
             yield table.name, name, column, overall, mean, "mean of the six tasks"
 
 
-def specbound_ratios() -> Iterator[Cell]:
+def specbound_ratios() -> Iterator[PaperCell]:
     """Yield the table 3's improvements from its own columns."""
     for name, inverse in (
         ("Per-token latency (ms)", True), ("Throughput (tokens/s)", False),
@@ -110,7 +110,7 @@ def specbound_ratios() -> Iterator[Cell]:
         yield SPECBOUND_3.name, name, "improvement", given, ratio, "ratio of columns"
 
 
-def gammatune_costs() -> Iterator[Cell]:
+def gammatune_costs() -> Iterator[PaperCell]:
     """Yield cost ratio, break-even and limit of the speedup by eq. 6 from Table 1's latencies."""
     for name, (target, draft) in PAIRS.items():
         times = (GAMMATUNE_1.number(m, "ms per token") for m in (target, draft))
@@ -124,7 +124,7 @@ def gammatune_costs() -> Iterator[Cell]:
             yield GAMMATUNE_1.name, name, column, None, value, note
 
 
-def gammatune_means() -> Iterator[Cell]:
+def gammatune_means() -> Iterator[PaperCell]:
     """Yield Table 2's averages from its pairs: means, and root mean squares of the sds."""
     for method, values in GAMMATUNE_2.cells.items():
         *each, mean, sd = map(float, np.array(values, dtype=float))
@@ -138,7 +138,7 @@ def gammatune_means() -> Iterator[Cell]:
             yield GAMMATUNE_2.name, method, column, published, ours, note
 
 
-def cmasd_speed() -> Iterator[Cell]:
+def cmasd_speed() -> Iterator[PaperCell]:
     """Yield Table III's speed from its accepted tokens, at one cost per round for all variants."""
     variants = [row for row in CMASD_3.cells if CMASD_3.value(row, "td_ms") is not None]
     tokens, speed = (
@@ -154,7 +154,7 @@ def cmasd_speed() -> Iterator[Cell]:
         yield CMASD_3.name, variant, "Speed (from Tok)", s, t * per_token, note
 
 
-def csd_gains() -> Iterator[Cell]:
+def csd_gains() -> Iterator[PaperCell]:
     """Yield CSD's gains over its baselines."""
     for name, given in CSD_GAINS.items():
         ours, base, plain = (CSD_MAIN.number(name, c) for c in ("CSD", "SpecDecode", "Vanilla"))

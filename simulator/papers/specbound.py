@@ -178,7 +178,7 @@ A threshold of 0 has no meaning and is not among them.
 """
 
 
-def choices(ours: Ours) -> dict[str, tuple[float, ...]]:
+def choices_recorded(ours: Ours) -> dict[str, tuple[float, ...]]:
     """Return `CHOICES` as far as the recording has them."""
     if EarlyExit.name not in ours.recordings:
         return CHOICES
@@ -222,7 +222,7 @@ def search(replays: SettingReplays) -> Setting:
     """
     best = START
     replays.run(best)  # whatever was not recorded is said of the start
-    values = choices(replays.ours)
+    values = choices_recorded(replays.ours)
     while True:
         best = _climbed(best, replays, values)
         others = [best._replace(**{n: v}) for n in values for v in values[n]]
@@ -290,7 +290,7 @@ def ablations(best: Setting, ours: Ours) -> dict[str, Setting]:
     return {
         "without annealing": best._replace(omega=0.0),
         "without the depth bound": best._replace(depth=1.0),
-        "without the width bound": best._replace(width=int(max(choices(ours)["width"]))),
+        "without the width bound": best._replace(width=int(max(choices_recorded(ours)["width"]))),
         "without a threshold (not in the figure)": best._replace(tau=0.0),
     }
 
@@ -321,7 +321,7 @@ def sweep_rows(best: Setting, replays: SettingReplays) -> list[Row]:
     them against but their shape.
     """
     rows: list[Row] = []
-    for name, values in choices(replays.ours).items():
+    for name, values in choices_recorded(replays.ours).items():
         found = [replays.run(best._replace(**{name: value})) for value in values]
         others = ", ".join(part for part in best.text.split(", ") if not part.startswith(name))
         marks = degenerate([one.log for one in found])

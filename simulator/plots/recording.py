@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from policies.from_file import split_name
-from policies.registry import is_bound
+from policies.registry import PLAIN, is_bound
 from simulator.bootstrap import interval, ratio, resamples
 from simulator.palette import COLOURS, GREY, INK
 from simulator.plots import look
@@ -82,7 +82,7 @@ def plot_speedup(summary: pd.DataFrame) -> Figure:
     The fastest is first; lower bounds are not ranked.  The oracle, which no policy reaches, is
     above the others in grey.  Approximate rows are below them, hollow.
     """
-    rows = summary[summary["policy"] != "autoregressive"]
+    rows = summary[summary["policy"] != PLAIN]
     if "lower bound" not in set(rows["fidelity"]):
         rows = rows.sort_values("speedup", ascending=False, kind="stable")
     rows = _by_kind(rows)
@@ -146,7 +146,7 @@ def plot_categories(by_category: pd.DataFrame) -> Figure:
 
     As in `plot_speedup`, bounds are above and approximate rows below.
     """
-    rows = _by_kind(by_category[by_category["policy"] != "autoregressive"])
+    rows = _by_kind(by_category[by_category["policy"] != PLAIN])
     rows = rows.assign(label=_policy_labels(rows))
     kinds = dict(zip(rows["label"], rows["kind"], strict=True))
     places = dict(zip(kinds, range(len(kinds))[::-1], strict=True))

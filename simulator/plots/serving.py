@@ -24,12 +24,12 @@ from policies.lengths.basic import Autoregressive
 from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
 from simulator.capacity import FINE
-from simulator.chosen import Say, silent
 from simulator.palette import GREY, INK
 from simulator.plots import look
 from simulator.serving import Scenario, over_batches, sweep
 from simulator.serving.study import break_even_load
 from traces.acceptance.trace import Trace
+from traces.aliases import Say, silent
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 

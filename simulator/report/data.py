@@ -25,7 +25,7 @@ from markupsafe import Markup, escape
 
 from policies.arrays import Floats
 from policies.lengths.basic import Fixed
-from policies.registry import is_bound
+from policies.registry import PLAIN, is_bound
 from simulator import summary
 from simulator.bootstrap import gain, resamples
 from simulator.hardware.scaling import bounds_of, bounds_words, scaling_words
@@ -50,6 +50,7 @@ from simulator.whatif.ranking import (
 from simulator.whatif.tilt import Tilter, acceptance
 from simulator.whatif.tilt_fidelity import tilt_errors
 from traces.acceptance.trace import Trace
+from traces.aliases import Say, silent
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -79,7 +80,7 @@ def report_data(
     said: Sequence[str] = (),
     serve: bool = True,
     resamples: int = 2000,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Say = silent,
 ) -> dict[str, Any]:
     """Return the data of the page about a recording, which `render` shows.
 
@@ -487,7 +488,7 @@ def _categories(
     return {
         "names": list(sizes),
         "prompts": list(sizes.values()),
-        "rows": [{k: r[k] for k in kept} for r in rows if r["policy"] != "autoregressive"],
+        "rows": [{k: r[k] for k in kept} for r in rows if r["policy"] != PLAIN],
     }
 
 

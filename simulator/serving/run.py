@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import simpy
 
-from policies.batch.base import BatchPolicy
+from policies.batch.base import BatchPolicy, Policy
 from policies.core import DraftPolicy, Round, caught_up
 from policies.guard import PolicyError
 from policies.registry import describe
@@ -41,7 +41,6 @@ from traces.replay.calls import is_one_pass, passes_always
 from traces.replay.ruled import prepared_rule
 from traces.replay.run import fidelity_of, own_policy
 
-Policy = DraftPolicy | BatchPolicy
 OVERLAPPED: Mapping[str, type[Overlapped]] = {"pearl": Pearl, "dsi": Dsi}
 SYNCHRONISED: Mapping[str, Synchronise] = {"static-minimum": "minimum", "static-mean": "mean"}
 

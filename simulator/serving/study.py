@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from policies.from_file import identity
+from policies.batch.base import Policy
+from policies.from_file import digestible
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
 from simulator.executors import Executor, Local
@@ -27,10 +28,11 @@ from simulator.serving.outcome.metrics import compared
 from simulator.serving.outcome.report import Run, joined_runs, merged_rows
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.run import Policy, check_mode, simulate
+from simulator.serving.run import check_mode, simulate
 from simulator.serving.scenario import FILLS, Scenario
 from simulator.serving.scheduler import Limits
 from traces.acceptance.trace import Trace
+from traces.aliases import Say, silent
 from traces.digits import counted
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -43,7 +45,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Served where no load is named and passes are taken to cost the same at every batch."""
 A_PART = 100_000
 """Requests of a part, about: every part goes through the arrivals of all."""
-Progress = Callable[[int, int, str], None]
+RunsDone = Callable[[int, int, str], None]
 """Called with the runs finished, their total, and what was just finished."""
 
 
@@ -103,7 +105,7 @@ class ServingRunner:
         content: list[Any] = [
             dict(self.trace.columns), [asdict(r) for r in self.trace.requests],
             dict(self.trace.meta), self.trace.max_gamma, self.latency.cells.to_dict("list"),
-            dict(self.latency.meta), identity(self.policies), self.rule,
+            dict(self.latency.meta), digestible(self.policies), self.rule,
             # A file of arrivals holds its rows once anybody asked for the rate.
             [(s.rate, s) for s in self.scenarios],
         ]  # fmt: skip
@@ -256,9 +258,9 @@ def sweep(
     trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy],
     scenarios: Sequence[Scenario], *, rule: VerifyRule | None = None,
     path: str | Path | None = None, meta: Mapping[str, Any] | None = None,
-    progress: Progress = lambda *_: None, advance: Callable[[int], None] = lambda _: None,
+    progress: RunsDone = silent, advance: Callable[[int], None] = lambda _: None,
     timeline: Timeline | None = None, rows: list[dict[str, Any]] | None = None,
-    executor: Executor | None = None, say: Callable[[str], None] = lambda _: None,
+    executor: Executor | None = None, say: Say = silent,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Serve every scenario under every policy; returns one row per pair.
 

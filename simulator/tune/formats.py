@@ -19,11 +19,10 @@ from itertools import pairwise
 from reprlib import repr as shown
 from typing import Any, NoReturn, TypeVar
 
-from policies.batch.base import BatchPolicy
+from policies.batch.base import Policy
 from policies.batch.engines import TensorRTLLM
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
-from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.lengths.huggingface import Confidence, HFHeuristic, RocUpdate
 from policies.lengths.llamacpp import LlamaCppDraft
@@ -53,7 +52,7 @@ ENGINE_OF: Mapping[str, str] = {
 OWN_KEYS = {"hf": HF_KEYS, "llamacpp": LLAMACPP_KEYS}
 """The keys of engines whose files have others, which are left alone."""
 
-Made = TypeVar("Made", bound=DraftPolicy | BatchPolicy)
+Made = TypeVar("Made", bound=Policy)
 
 
 class SettingsError(DraftsimError):
@@ -212,7 +211,7 @@ def check_dynamo(document: Mapping[str, Any]) -> Fixed:
     return Fixed(count)
 
 
-CHECKS: Mapping[str, Callable[[Mapping[str, Any]], DraftPolicy | BatchPolicy]] = {
+CHECKS: Mapping[str, Callable[[Mapping[str, Any]], Policy]] = {
     "vllm": check_vllm,
     "sglang": check_sglang,
     "hf": check_huggingface,
@@ -222,7 +221,7 @@ CHECKS: Mapping[str, Callable[[Mapping[str, Any]], DraftPolicy | BatchPolicy]] =
 }
 
 
-def check_settings(engine: str, document: Mapping[str, Any]) -> DraftPolicy | BatchPolicy:
+def check_settings(engine: str, document: Mapping[str, Any]) -> Policy:
     """Check a document by the rules of `engine` (`CHECKS`), and return the policy that it runs.
 
     Raises
@@ -235,7 +234,7 @@ def check_settings(engine: str, document: Mapping[str, Any]) -> DraftPolicy | Ba
     return CHECKS[engine](document)
 
 
-def read_settings(path: str | os.PathLike[str]) -> tuple[str, DraftPolicy | BatchPolicy]:
+def read_settings(path: str | os.PathLike[str]) -> tuple[str, Policy]:
     """Read engine and policy of a file that `draftsim tune` wrote, or that an engine would read.
 
     ``null`` means any engine without a draft model, ``off``.  Keys other than an engine's own, such

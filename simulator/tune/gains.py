@@ -9,21 +9,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from policies.arrays import Bools, Floats
+from policies.batch.base import Policy
 from policies.lengths.basic import Autoregressive
-from policies.registry import PLAIN, is_bound
+from policies.registry import NO_SPECULATION, PLAIN, is_bound
 from policies.rules.base import VerifyRule
 from simulator.bootstrap import CONFIDENCE, gain, half_width, ratio
 from simulator.executors import results_of
 from simulator.serving import Scenario, simulate
-from simulator.serving.run import Policy
 from simulator.serving.scenario import FILLS
-from simulator.tune.served import NO_SPECULATION, SEARCH_CONFIDENCE
+from simulator.tune.served import SEARCH_CONFIDENCE
 from traces.acceptance.trace import Trace, once_per_trace
+from traces.aliases import Row
 from traces.digits import three_digits
 from traces.latency.table import LatencyTable
 
@@ -226,7 +227,6 @@ def to_deploy(faster: bool, own_meets: bool, plain_meets: bool) -> str:
     return OFF if plain_meets else MISSED
 
 
-Row = Mapping[str, Any]
 Span = tuple[float, float]
 
 FEWEST = 200

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulator.tune.formats import CHECKS
-from simulator.tune.served import Progress, untold
 from simulator.tune.settings import Tuned
 from simulator.tune.sglang import tune_sglang
 from simulator.tune.single import ONE_REQUEST, tune_single
 from simulator.tune.tensorrt_llm import tune_dynamo, tune_tensorrt_llm
 from simulator.tune.vllm import by_length, tune_vllm
 from traces.acceptance.trace import Trace
+from traces.aliases import Progress, silent
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 
@@ -70,7 +70,7 @@ class Search:
         return max(self.batches or ([1] if one else latency.usual_batches))
 
     def run(
-        self, trace: Trace, latency: LatencyTable, *, progress: Progress = untold, **options: Any
+        self, trace: Trace, latency: LatencyTable, *, progress: Progress = silent, **options: Any
     ) -> Tuned:
         """Return the settings found; ``options`` are those that all searches take.
 

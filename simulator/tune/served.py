@@ -12,10 +12,12 @@ import numpy as np
 import pandas as pd
 
 from policies.arrays import Bools, Floats, Ints
+from policies.batch.base import Policy
 from policies.lengths.basic import Autoregressive, Fixed
+from policies.registry import NO_SPECULATION as NO_SPECULATION  # noqa: PLC0414
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.outcome.report import Run, t_interval
-from simulator.serving.run import Policy, simulate
+from simulator.serving.run import simulate
 from simulator.serving.scenario import FILLS, Scenario
 from simulator.serving.scheduler import Limits
 from simulator.targets import Targets
@@ -23,8 +25,6 @@ from simulator.tune.costs import longest_draft
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 
-NO_SPECULATION = "no speculation"
-"""The word for an engine that runs without a drafter."""
 REPLICATIONS = 5
 """Independent runs of every policy at a load, on the same requests, if not said otherwise."""
 
@@ -35,16 +35,9 @@ def rivals(longest: int | None) -> dict[str, Policy]:
     return {NO_SPECULATION: Autoregressive(), **{f"K={k}": Fixed(k) for k in lengths}}
 
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being served, the parts done or begun, and all parts."""
-
 SEARCH_CONFIDENCE = 0.5
 """Confidence of the intervals by which a search calls a setting beaten.  It is lower than the 95%
 of ``--check``, which serves what was found with other random numbers."""
-
-
-def untold(what: str, done: int, total: int) -> None:
-    """Tell no progress."""
 
 
 class Outcome(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -11,17 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.arrays import Floats, Ints
+from policies.batch.base import Policy
 from policies.batch.sglang import DEFAULT_CONFIG, SGLangAdaptive
 from policies.lengths.basic import Autoregressive
 from simulator.bootstrap import ratio, resamples
 from simulator.executors import results_of
-from simulator.serving.run import Policy
 from simulator.serving.scenario import Scenario
 from simulator.targets import Targets
 from simulator.tune import costs, gains, served
 from simulator.tune.formats import merged
 from simulator.tune.settings import Tuned, about_row, about_served, decided, row_of
 from traces.acceptance.trace import Trace
+from traces.aliases import Count, Progress, silent
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 
@@ -40,7 +41,7 @@ def tune_sglang(
     slo: Targets | None = None,
     draws: int = gains.DRAWS,
     seed: int = 0,
-    progress: served.Progress = served.untold,
+    progress: Progress = silent,
 ) -> Tuned:
     """Tune ``--speculative-adaptive-config``: candidate steps per batch-size slot.
 
@@ -192,7 +193,7 @@ def _words(steps: Sequence[int]) -> str:
 def _serve(
     traces: Sequence[Trace], latency: LatencyTable, batches: Sequence[int],
     policies: Sequence[Sequence[Policy]], slo: Targets | None,
-    progress: Callable[[int, int], None],
+    progress: Count,
 ) -> list[list[served.Outcome]]:  # fmt: skip
     """Return the results of serving each batch's policies, one replication per trace."""
 

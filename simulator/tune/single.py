@@ -29,7 +29,7 @@ SingleSetting = Mapping[str, Any]
 """A document that an engine reads: the longest draft comes first, the threshold last."""
 
 
-def text_of(setting: SingleSetting) -> str:
+def values_said(setting: SingleSetting) -> str:
     """Return the values of a setting, as rows show them."""
     return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in setting.values())
 
@@ -153,9 +153,9 @@ def tune_single(
     default = own.default if signals else {**own.default, [*own.default][-1]: 0.0}
     most = math.inf if bound is None else bound
     cut = {**default, tokens: min(default[tokens], most)}
-    base_text = text_of(cut)
+    base_text = values_said(cut)
     searched = settings or own.options(signals)
-    asked = {text_of(s): s for s in (cut, *searched) if s[tokens] <= most}
+    asked = {values_said(s): s for s in (cut, *searched) if s[tokens] <= most}
     policies: dict[str, Any] = {text: check_settings(engine, s) for text, s in asked.items()}
     replayed = replay_many(
         trace, policies, first=own.first, leave_out=lambda _, e: isinstance(e, TailError)

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from policies.arrays import Bools, Floats, Ints
+from policies.batch.base import Policy
 from policies.batch.tables import BatchTable
 from policies.json_text import parse_json
 from policies.lengths.basic import Autoregressive, Fixed
+from policies.registry import NO_SPECULATION
 from simulator.bootstrap import resamples
 from simulator.executors import results_of
-from simulator.serving.run import Policy
 from simulator.serving.scenario import FILLS, Scenario
 from simulator.targets import Targets
 from simulator.tune import costs, gains, served
@@ -32,6 +33,7 @@ from simulator.tune.settings import (
     row_of,
 )
 from traces.acceptance.trace import Trace
+from traces.aliases import Count, Progress, silent
 from traces.latency.table import LatencyTable
 
 
@@ -46,7 +48,7 @@ def tune_vllm(
     slo: Targets | None = None,
     draws: int = 1000,
     seed: int = 0,
-    progress: served.Progress = served.untold,
+    progress: Progress = silent,
 ) -> Tuned:
     """Search ``num_speculative_tokens_per_batch_size``: K by batch size.
 
@@ -84,7 +86,7 @@ def tune_vllm(
     seed:
         Seed of the bootstrap and of the requests served.
     progress:
-        Called with what is served (`simulator.tune.served.Progress`).
+        Called with what is served (`traces.aliases.Progress`).
 
     Raises
     ------
@@ -176,7 +178,7 @@ def tune_vllm(
             deploy=gains.to_deploy(against.faster, now.meets(slo), off[i].meets(slo)),
             served_tok_s=served_tok_s, gain=against.gain,
             decode_tok_s=grid.batch * float(o.rates[option]), decode_gain=chosen,
-            default=served.NO_SPECULATION, default_gain=against.gain[0],
+            default=NO_SPECULATION, default_gain=against.gain[0],
             within_slo=share, outside=float(grid.outside[[0, 1 + option]].max()),
             held_out=told is not None,
         )  # fmt: skip
@@ -233,7 +235,7 @@ def by_length(found: Tuned) -> Tuned:
 def _on_draws(
     latency: LatencyTable, drawn: gains.Resampled, loads: Sequence[Scenario],
     targets: Sequence[Targets | None], tables: Sequence[list[list[int]]],
-    progress: Callable[[int, int], None],
+    progress: Count,
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """Return rates of the tables and of no speculation on resampled prompts, (batches, draws) each.
 

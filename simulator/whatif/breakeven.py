@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.arrays import Floats
+from policies.registry import NO_SPECULATION as NO_SPECULATION  # noqa: PLC0414
 from simulator.whatif.cells import ANY, POINT
 from traces.digits import three_digits
 from traces.errors import DraftsimError
@@ -22,7 +23,6 @@ AXES = ("c", "alpha", "batch", "context")
 VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")
 """Columns that can differ between points."""
 BOUNDS = ("speedup", "speedup_lo", "speedup_hi")
-NO_SPECULATION = "no speculation"
 
 
 class Surface(NamedTuple):

@@ -6,7 +6,7 @@ rate-optimal rule, and the oracle, which knows every outcome and wastes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from simulator.pricing import Priced, autoregressive, price
 from simulator.summary import price_all, summarize_runs
 from simulator.whatif.rate import fit_rate_optimal
 from traces.acceptance.trace import Trace
+from traces.aliases import Say, silent
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.vectorised import replay_many
@@ -55,7 +56,7 @@ def ladder(
     policies: Mapping[str, DraftPolicy] | None = None,
     seed: int = 0,
     resamples: int = 1000,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Say = silent,
 ) -> pd.DataFrame:
     """Return one row per policy over the held-out prompts, by rising speedup.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from policies.batch.base import BatchPolicy
+from policies.batch.base import Policy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
 from policies.registry import PLAIN, is_bound
@@ -17,27 +17,23 @@ from policies.rules.base import VerifyRule
 from simulator import summary
 from simulator.chosen import (
     Named,
-    Say,
     is_default,
     is_unfitted,
     load_policies,
     named,
     say_left_out,
-    silent,
 )
 from simulator.pricing import Priced, price
 from simulator.whatif.ladder import GAMMAS, split_prompts
 from simulator.whatif.rate import Estimates, RateFit, fit_rate_optimal
 from traces.acceptance.trace import Trace
+from traces.aliases import Count, Row, Say, silent
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 from traces.sources.methods import said_of
 from traces.sources.replay import check_layers
-
-Row = dict[str, Any]
-Progress = Callable[[int, int], None]
 
 LOWER_BOUND = "lower bound"
 """Note on a row from a log that does not tell its draft lengths."""
@@ -164,7 +160,7 @@ class Ranking:
 
 def rank(
     trace: Trace, latency: LatencyTable,
-    texts: Sequence[str | DraftPolicy | BatchPolicy] | None, rule: VerifyRule | None = None,
+    texts: Sequence[str | Policy] | None, rule: VerifyRule | None = None,
     say: Say = silent,
 ) -> Ranking:  # fmt: skip
     """Replay the policies of `texts` (none or ``all``: every one), to be ranked.
@@ -298,13 +294,13 @@ def with_fastest(chosen: Named, best: Fastest, say: Say) -> Named:
 
 def without_plain(chosen: Named) -> Named:
     """Return the policies without plain decoding, the first row of every summary already."""
-    return [c for c in chosen if c[0] != "autoregressive"] or chosen
+    return [c for c in chosen if c[0] != PLAIN] or chosen
 
 
 def ranked_rows(
     ranking: Ranking, latency: LatencyTable, trace: Trace,
     logs: Sequence[RoundLog] | None = None, *, against: str | None = None, resamples: int = 2000,
-    prefill: bool = False, by_category: bool = False, progress: Progress = lambda *_: None,
+    prefill: bool = False, by_category: bool = False, progress: Count = silent,
 ) -> list[Row]:  # fmt: skip
     """Return a row for plain decoding and one for each of `logs`, by default the ranking's own.
 

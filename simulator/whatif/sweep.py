@@ -11,7 +11,7 @@ missing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -19,14 +19,13 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from policies.batch.base import decides_together
 from policies.core import DraftPolicy
-from policies.from_file import identity
+from policies.from_file import digestible
 from simulator.bootstrap import CONFIDENCE
 from simulator.executors import Executor, Local
 from simulator.whatif.cells import (
@@ -39,22 +38,19 @@ from simulator.whatif.cells import (
     references,
     with_regrets,
 )
-from simulator.whatif.tilt import METHODS, Method, Tilter
+from simulator.whatif.tilt import METHODS, Tilter, TiltMethod
 from simulator.whatif.tilt_fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
 from traces.acceptance.trace import Trace
+from traces.aliases import Columns, Count, silent
 from traces.errors import DraftsimError
 from traces.store.checkpoint import Checkpoint
 from traces.store.parquet import check_no_recording
 from traces.store.text import plain
 from traces.store.writing import is_device, only_writer, write_atomically
 
-Columns = dict[str, npt.NDArray[Any]]
-
 SCHEMA = 6
 """Version of a sweep's file and of its parts."""
 POLICIES_A_PART = 24
-Progress = Callable[[int, int], None]
-"""Called with the parts finished and their total."""
 
 
 class Sweep:
@@ -92,7 +88,7 @@ class Sweep:
         alphas: Sequence[float] = (),
         batches: Sequence[int] = (1,),
         *,
-        method: Method | str = "coupled",
+        method: TiltMethod | str = "coupled",
         resamples: int = 200,
         seed: int = 0,
         measure_tilt: bool = True,
@@ -125,7 +121,7 @@ class Sweep:
         tilter, shifts = None, dict[float, float]()
         self.error: TiltErrors | None = None
         if alphas and method != "iid":
-            kind: Method = "redraw" if method == "redraw" else "coupled"
+            kind: TiltMethod = "redraw" if method == "redraw" else "coupled"
             tilter = Tilter(trace, kind, seed)
             self.error = TiltErrors(UNKNOWN_ERROR, UNKNOWN_ERROR)
             if measure_tilt:
@@ -164,7 +160,7 @@ class Sweep:
         executor: Executor | None = None,
         *,
         out: str | Path | None = None,
-        progress: Progress | None = None,
+        progress: Count = silent,
     ) -> pd.DataFrame:
         """Compute what is missing and return the table; with `out`, also as a Parquet file.
 
@@ -178,9 +174,9 @@ class Sweep:
         if out is not None:
             check_no_recording(out)
         with only_writer(out) if out is not None else nullcontext():
-            return self._run(executor or Local(), out, progress or (lambda *_: None))
+            return self._run(executor or Local(), out, progress)
 
-    def _run(self, executor: Executor, out: str | Path | None, progress: Progress) -> pd.DataFrame:
+    def _run(self, executor: Executor, out: str | Path | None, progress: Count) -> pd.DataFrame:
         parts = self.parts
         key = "" if out is None else self._key()
         kept = None
@@ -259,7 +255,7 @@ class Sweep:
         runner = self.runner
         content: list[Any] = [
             SCHEMA, dict(runner.trace.columns), [asdict(r) for r in runner.trace.requests],
-            runner.trace.max_gamma, identity(runner.policies), list(runner.prices.ratios),
+            runner.trace.max_gamma, digestible(runner.policies), list(runner.prices.ratios),
             runner.prices.verify, list(runner.prices.contexts),
             [(*t[:-1], t.table.cells.to_dict("list")) for t in runner.prices.tables],
             runner.prices.passes_always, self.method, runner.resamples, runner.seed,

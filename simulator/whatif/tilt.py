@@ -42,8 +42,8 @@ from policies.arrays import Bools, Floats, Ints
 from traces.acceptance.trace import COLUMNS, MATCH, MISMATCH, SIGNAL_COLUMNS, UNKNOWN, Trace
 from traces.errors import DraftsimError
 
-Method = Literal["coupled", "redraw"]
-METHODS: tuple[Method, ...] = ("coupled", "redraw")
+TiltMethod = Literal["coupled", "redraw"]
+METHODS: tuple[TiltMethod, ...] = ("coupled", "redraw")
 NUMERIC = ("prob", "entropy", "logit_margin", "prob_margin")
 """Signals with a magnitude; a token's id has none."""
 LONGEST_RUN = 12
@@ -284,7 +284,7 @@ class Tilter:
         shift alone.
     """
 
-    def __init__(self, trace: Trace, method: Method = "coupled", seed: int = 0) -> None:
+    def __init__(self, trace: Trace, method: TiltMethod = "coupled", seed: int = 0) -> None:
         if method not in METHODS:
             raise DraftsimError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
         self.trace = trace

@@ -17,7 +17,7 @@ import pandas as pd
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.entropy import SVIP
-from simulator.whatif.tilt import Method, Tilter, acceptance, iid_like
+from simulator.whatif.tilt import Tilter, TiltMethod, acceptance, iid_like
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.vectorised import replay_many
@@ -87,7 +87,7 @@ def compare_tilt(
     chosen = policies or default_policies(source, reference)
     known = {} if known is None else known
     if reference not in known:
-        known[reference] = speedups(reference, chosen)
+        known[reference] = speedups_at_ratio(reference, chosen)
     shift = _logit(alpha) - _logit(acceptance(source))
     rows = pd.DataFrame(
         {"policy": [*chosen], "reads": [bool(p.reads) for p in chosen.values()], "shift": shift}
@@ -95,12 +95,12 @@ def compare_tilt(
     for name, made in (
         ("error", tilter.to(alpha)), ("iid_error", iid_like(source, alpha, tilter.seed))
     ):  # fmt: skip
-        own = speedups(made, chosen)
+        own = speedups_at_ratio(made, chosen)
         rows[name] = [own[policy] / known[reference][policy] - 1 for policy in chosen]
     return rows
 
 
-def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> pd.DataFrame:
+def compare_groups(trace: Trace, *, method: TiltMethod = "coupled", seed: int = 0) -> pd.DataFrame:
     """Return `compare_tilt` between the prompt groups of one recording, every ordered pair.
 
     Groups are the categories large enough, and the thirds of all prompts by acceptance,
@@ -158,7 +158,7 @@ class TiltErrors(NamedTuple):
         return self.signals if reads else self.lengths
 
 
-def tilt_errors(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> TiltErrors:
+def tilt_errors(trace: Trace, *, method: TiltMethod = "coupled", seed: int = 0) -> TiltErrors:
     """Return the errors of tilting `trace`, from its own prompt groups; NaN if too alike."""
     try:
         rows = compare_groups(trace, method=method, seed=seed)
@@ -179,7 +179,7 @@ def default_policies(*traces: Trace) -> dict[str, DraftPolicy]:
     return chosen
 
 
-def speedups(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, float]:
+def speedups_at_ratio(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, float]:
     """Return the speedup of each policy at the cost ratio `RATIO`."""
     found = {}
     for log in replay_many(trace, policies):

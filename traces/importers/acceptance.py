@@ -19,7 +19,7 @@ from traces.store.text import MOST_ID, csv_rows, digits, label, read_text, whole
 COLUMNS = ("request", "category", "first", "drafted", "accepted")
 
 
-class Rounds(Importer):
+class RoundsCSV(Importer):
     """Rounds as CSV.
 
     One row a round, in order; ``request`` and ``category`` are optional columns.  Decoding is taken

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from traces.acceptance.trace import Trace
+from traces.aliases import Progress, silent
 from traces.importers.totals import Totals
 from traces.latency.table import LatencyTable
 from traces.operators.table import OperatorTable
 
 Imported = Trace | Totals | LatencyTable | OperatorTable
-Progress = Callable[[str, int, int], None]
-"""Called with what takes long, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Options:
     """Device that latencies were measured on, if their file does not say."""
     model: str | None = None
     """The model that operators are of, where the folders of their files do not say."""
-    progress: Progress = field(default=lambda *_: None, compare=False)
+    progress: Progress = field(default=silent, compare=False)
 
 
 class Importer(ABC):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from policies.spec import choice
 from traces.errors import DraftsimError, FileError
-from traces.importers.acceptance import ByStart, Rounds, SpeculationProfiles
+from traces.importers.acceptance import ByStart, RoundsCSV, SpeculationProfiles
 from traces.importers.aiperf import AIPerf
 from traces.importers.base import Imported, Importer, Options
 from traces.importers.eagle import EagleLog
@@ -21,7 +21,8 @@ from traces.store.text import read_text
 
 _ALL: tuple[Importer, ...] = (
     SpecBench(), VLLM(), SGLang(), TRTLLMLog(), LlamaCpp(), Prometheus(), AIPerf(), EagleLog(),
-    Rounds(), ByStart(), SpeculationProfiles(), LlamaBench(), Latency(), Vidur(), LLMServingSim(),
+    RoundsCSV(), ByStart(), SpeculationProfiles(), LlamaBench(), Latency(), Vidur(),
+    LLMServingSim(),
 )  # fmt: skip
 IMPORTERS: Mapping[str, Importer] = {importer.name: importer for importer in _ALL}
 AUTO = "auto"

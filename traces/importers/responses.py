@@ -12,7 +12,7 @@ from typing import Any
 from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
-from traces.importers.rows import Row, choices_of, read_json_rows
+from traces.importers.rows import LocatedRow, choices_of, read_json_rows
 from traces.importers.totals import Summary, Totals, check_drafted, pooled, summed
 from traces.store.text import MOST_COUNT, is_seconds, read_text, whole, wholes
 
@@ -226,12 +226,12 @@ def _choices(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[
             yield f"{where}, choice {i}", stats
 
 
-def _rows(file: Path) -> list[Row]:
+def _rows(file: Path) -> list[LocatedRow]:
     """Return the rows of a file, of JSON or as Python prints a dictionary (the iteration log)."""
     text = read_text(file)
     if not text.lstrip().startswith("{'"):
         return read_json_rows(file)
-    rows: list[Row] = []
+    rows: list[LocatedRow] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue

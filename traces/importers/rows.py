@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from policies.arrays import half_iqr
 from policies.json_text import JSONError, parse_json
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import FileError
 from traces.store.text import is_seconds, json_lines, read_text, wholes
 
-Row = tuple[str, dict[str, Any]]
+LocatedRow = tuple[str, dict[str, Any]]
 """File and line or entry, for error messages, and the JSON object there."""
 
 
@@ -118,11 +119,10 @@ def baseline_of(
     asked = {(turn.question, turn.turn) for turn in turns}
     plain = [turn for turn in plain if (turn.question, turn.turn) in asked]
     each = [turn.wall_s / turn.tokens for turn in plain]
-    low, high = np.quantile(each, [0.25, 0.75])
     per_token = sum(turn.wall_s for turn in plain) / sum(turn.tokens for turn in plain)
     throughput = sum(turn.tokens for turn in turns) / sum(turn.wall_s for turn in turns)
     return {
-        "source": file.name, "target_s": median(each), "spread_s": float(high - low) / 2,
+        "source": file.name, "target_s": median(each), "spread_s": float(half_iqr(each)),
         "per_token_s": per_token, "speedup": throughput * per_token,
     }  # fmt: skip
 
@@ -171,7 +171,7 @@ def only_file(name: str, files: Sequence[Path]) -> Path:
     return files[0]
 
 
-def read_json_rows(path: str | os.PathLike[str], text: str | None = None) -> list[Row]:
+def read_json_rows(path: str | os.PathLike[str], text: str | None = None) -> list[LocatedRow]:
     """Return the objects of a JSON or JSON Lines file, each with where it is from.
 
     ``text``: the file's text, if it was read before.  Raises FileError if the file is missing, is

@@ -19,12 +19,12 @@ from policies.core import DraftPolicy, Load, Round, drafting
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.lengths.huggingface import Confidence
 from policies.registry import describe, parse_policy, policy_names
+from traces.aliases import Progress, silent
 from traces.errors import DraftsimError, FileError
-from traces.importers.base import Progress
 from traces.importers.rows import LoggedRound, LoggedTurn
 from traces.replay.decoder import BLANK
 
-Reading = Callable[[LoggedTurn, int], list[LoggedRound]]
+TurnReader = Callable[[LoggedTurn, int], list[LoggedRound]]
 """The rounds of a turn, with what is known of their drafts, from the turn and ``first``."""
 
 STARTS = range(1, 25)
@@ -45,7 +45,7 @@ RULED_OUT = 2.0
 FORMS = "infer, none, at-least:N, fixed:N, hf-heuristic:N or another policy that reads no signal"
 
 
-def reading(text: str) -> Reading:
+def reading(text: str) -> TurnReader:
     """Return the schedule that `text` describes.
 
     * ``none``: nothing is known, so the target's own token of every round is unknown: it may
@@ -89,7 +89,7 @@ def _at_least(turn: LoggedTurn, first: int, count: int) -> list[LoggedRound]:
     return rounds
 
 
-def replayed(policy: DraftPolicy) -> Reading:
+def replayed(policy: DraftPolicy) -> TurnReader:
     """Return draft lengths found by running the policy that made the log over its outcomes."""
     shared = policy.for_run()
 
@@ -147,9 +147,7 @@ class Inference:
         return f"the draft lengths are not known, as {found} ({self.tried} tried): {self.why}"
 
 
-def infer(
-    turns: Sequence[LoggedTurn], first: int, progress: Progress = lambda *_: None
-) -> Inference:
+def infer(turns: Sequence[LoggedTurn], first: int, progress: Progress = silent) -> Inference:
     """Return the schedule that made `turns`, if exactly one of the known ones fits them.
 
     A schedule fits under three conditions:

@@ -9,14 +9,12 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, NamedTuple
 
-import numpy as np
-import pandas as pd
-
+from policies.arrays import half_iqr
 from traces.acceptance.trace import MOST_TOKENS
 from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import head, only_file, read_json_rows
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable, as_cells
 from traces.store.text import MOST_SECONDS, csv_rows, decimal, digits, label, read_text, whole
 
 NEEDED = ("model", "new_tokens", "context", "seconds")
@@ -53,7 +51,7 @@ class Latency(Importer):
         if not cells:
             raise FileError(f"{file}: holds no latencies: expected a row a cell")
         meta = self.meta(files, device=options.device or "not said", estimator="mean")
-        return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)
+        return LatencyTable(as_cells(cells), meta)
 
 
 def _value(at: str, name: str, kind: str, text: str) -> object:
@@ -126,8 +124,7 @@ def _from_record(at: str, row: Mapping[str, Any]) -> Test:
         raise FileError(f"{at}: samples_ns is {shown(samples)}, expected a list")
     if samples and isinstance(samples, list):
         each = [_number(at, {"samples_ns": sample}, "samples_ns") for sample in samples]
-        low, high = np.percentile(each, [25, 75])
-        spread, repeats = float(high - low) / 2, len(samples)
+        spread, repeats = float(half_iqr(each)), len(samples)
     else:
         spread, repeats = NORMAL_IQR * _number(at, row, "stddev_ns"), 1
     if prompt + generated < 1 or mean <= 0:
@@ -248,7 +245,7 @@ class LlamaBench(Importer):
                 if not own:
                     left_out.append(f"{test.where}: {_why_left_out(test)}")
                 rows += own
-        cells = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+        cells = as_cells(rows)
         key = list(CELL_COLUMNS)[:5]
         if (again := cells[cells.duplicated(key)]).shape[0]:
             cell = ", ".join(str(value) for value in again[key].iloc[0])

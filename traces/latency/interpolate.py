@@ -16,7 +16,7 @@ import pandas as pd
 from policies.arrays import Floats
 
 Origins = npt.NDArray[np.int8]
-Sizes = tuple[float | Floats, float | Floats, Floats]
+PassSizes = tuple[float | Floats, float | Floats, Floats]
 
 MEASURED, INTERPOLATED, EXTRAPOLATED = 0, 1, 2
 FAR = 1 << 20
@@ -228,7 +228,7 @@ class CellGrid:
             out[wide == i] = np.interp(c[wide == i], *lines[widths[i]])
         return out, np.zeros(len(n), dtype=np.int8)
 
-    def _ratio(self, at: Sizes, base: Sizes) -> Floats:
+    def _ratio(self, at: PassSizes, base: PassSizes) -> Floats:
         """Return the growth of the fit from `base` to `at`: (batch, new tokens, contexts)."""
         above, below = _features(*at) @ self.fit, _features(*base) @ self.fit
         return np.divide(above, below, out=np.ones_like(above), where=below > 0)

@@ -8,7 +8,7 @@ non-negative roofline-shaped fit and is flagged `EXTRAPOLATED`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -145,11 +145,8 @@ class LatencyTable:
         for name, _, _, value in rows:
             if not np.isfinite(value) or value < 0:
                 raise DraftsimError(f"constant latency of {name} is {value}, expected >= 0 seconds")
-        frame = pd.DataFrame(
-            [(m, p, 1, n, 0, float(v), 0.0, 1) for m, p, n, v in rows], columns=list(CELL_COLUMNS)
-        )
-        meta = {"kind": "constant", "device": "constant", BATCH_FREE: batch_free}
-        return cls(frame, meta)
+        cells = as_cells([(m, p, 1, n, 0, float(v), 0.0, 1) for m, p, n, v in rows])
+        return cls(cells, {"kind": "constant", "device": "constant", BATCH_FREE: batch_free})
 
     @property
     def is_constant(self) -> bool:
@@ -363,6 +360,11 @@ def graphs_of(engine: Mapping[str, Any]) -> str | None:
     older: str | None = None if engine.get("eager", True) else ENGINE_MODES[0]
     found: str | None = engine.get("cudagraph_mode", older)
     return found
+
+
+def as_cells(rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
+    """Return cells, given a row of `CELL_COLUMNS` for each."""
+    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
 
 def cells_of(

@@ -20,7 +20,7 @@ import pandas as pd
 from policies.arrays import Ints
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.table import LatencyTable, as_cells
 from traces.replay.calls import drafting_always, passes_always
 from traces.sources.base import Source, leading_right, true_tokens
 from traces.sources.recording import Recordings
@@ -136,7 +136,7 @@ def model_of(source: Source, recordings: Recordings) -> str:
 
 
 def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:
-    return pd.DataFrame([(*row, 0.0, 1) for row in rows], columns=list(CELL_COLUMNS))
+    return as_cells([(*row, 0.0, 1) for row in rows])
 
 
 def heads_at_once(latency: LatencyTable) -> pd.DataFrame:

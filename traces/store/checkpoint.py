@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from policies.json_text import parse_json
+from traces.aliases import Columns, Say
 from traces.errors import DraftsimError
-from traces.store.writing import write_atomically
+from traces.store.writing import make_folder, write_atomically
 
-Arrays = dict[str, "np.ndarray[Any, Any]"]
 _SEAL = 64
 """Bytes of a part's digest, which is in its archive's comment."""
 _NO_COMMENT, _COMMENT = (0).to_bytes(2, "little"), _SEAL.to_bytes(2, "little")
@@ -38,9 +38,7 @@ class Checkpoint:
     Raises DraftsimError if the folder cannot be made, or holds parts of a run with other settings.
     """
 
-    def __init__(
-        self, folder: Path, settings: Mapping[str, Any], say: Callable[[str], None] = _print
-    ) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], say: Say = _print) -> None:
         self.folder, self._say = folder, say
         self._stamp = json.dumps(settings, sort_keys=True, default=str)
         marker = folder / "settings.json"
@@ -53,17 +51,14 @@ class Checkpoint:
                 )
             # What the settings were, every part tells by itself.
             say(f"{marker} is damaged: it is written again")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DraftsimError(f"cannot keep parts in {folder}: {error.strerror}") from None
+        make_folder(folder, "parts of the run are kept there, so choose another place for it")
         write_atomically(marker, content)
 
     def names(self) -> list[str]:
         """Return the names of what is kept, in alphabetical order."""
         return sorted(path.name.removesuffix(".npz") for path in self.folder.glob("*.npz"))
 
-    def get(self, name: str, of: str = "") -> Arrays | None:
+    def get(self, name: str, of: str = "") -> Columns | None:
         """Return the arrays kept under `name`, or None; ``of`` as they were kept with."""
         path = self.folder / f"{name}.npz"
         if not path.exists():

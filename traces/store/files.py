@@ -19,7 +19,7 @@ from traces.acceptance.trace import COLUMNS, KEYS, MOST_DRAFTED, MOST_TOKENS, Re
 from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.rounds import ROUND_DTYPE, Fidelity, RoundLog
 from traces.store.header import (
-    Check,
+    FieldCheck,
     PathLike,
     check,
     check_rows,
@@ -117,7 +117,7 @@ def read_latency(path: PathLike) -> LatencyTable:
         return LatencyTable(cells, meta)
 
 
-_LOG_FIELDS: Mapping[str, tuple[Check, str]] = {
+_LOG_FIELDS: Mapping[str, tuple[FieldCheck, str]] = {
     **dict.fromkeys(
         ("policy", "source", "verify", "drafter"), (lambda value: isinstance(value, str), "text")
     ),

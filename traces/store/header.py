@@ -21,7 +21,7 @@ from traces.acceptance.trace import MOST_TOKENS, Request
 from traces.errors import DraftsimError, FileError
 
 PathLike = str | os.PathLike[str]
-Check = Callable[[Any], bool]
+FieldCheck = Callable[[Any], bool]
 
 MOST = 2**31 - 1
 """Largest whole number of a header, but of those with a smaller bound of their own."""
@@ -48,11 +48,11 @@ def are_wholes(value: Any, least: int = 0, most: int = MOST) -> bool:
     return isinstance(value, list) and all(is_whole(v, least, most) for v in value)
 
 
-def _none_or(check: Check) -> Check:
+def _none_or(check: FieldCheck) -> FieldCheck:
     return lambda value: value is None or check(value)
 
 
-def _is(*kinds: type) -> Check:
+def _is(*kinds: type) -> FieldCheck:
     return lambda value: isinstance(value, kinds)
 
 
@@ -67,14 +67,14 @@ def _model(value: Any) -> bool:
     )
 
 
-MODEL: Mapping[str, Check] = {
+MODEL: Mapping[str, FieldCheck] = {
     "layers": _size, "hidden_size": _size, "vocab_size": _size, "kv_values": _size,
     "parameters": _size, "tied": _is(bool), "fingerprint": _is(str), "path": _is(str),
 }  # fmt: skip
 """Fields of the provenance of a model."""
 
 TEXT, TABLE = _none_or(_is(str)), _none_or(_is(dict))
-META: Mapping[str, tuple[Check, str]] = {
+META: Mapping[str, tuple[FieldCheck, str]] = {
     **dict.fromkeys(("target", "draft"), (_none_or(_model), "a name, or a table of a model")),
     **dict.fromkeys(
         ("kind", "dtype", "mode", "attention", "estimator", "drafts", "drafter", "fidelity",
@@ -144,13 +144,13 @@ def requests_of(path: PathLike, header: Mapping[str, Any]) -> list[Request]:
         raise file_error(path, "header field 'requests' is missing or no list")
     found = []
     for i, row in enumerate(rows):
-        one = row_of(Request, f"{path}: request {i} of the header", row, _REQUEST, AGAIN)
+        one = from_row(Request, f"{path}: request {i} of the header", row, _REQUEST, AGAIN)
         ids = one.prompt_ids
         found.append(one if ids is None else replace(one, prompt_ids=tuple(ids)))
     return found
 
 
-_REQUEST: Mapping[str, Check] = {
+_REQUEST: Mapping[str, FieldCheck] = {
     "id": _is(str), "category": _is(str),
     "prompt_length": lambda value: is_whole(value, 0, MOST_TOKENS),
     "tokens": lambda value: is_whole(value, 1, MOST_TOKENS),
@@ -160,12 +160,12 @@ _REQUEST: Mapping[str, Check] = {
 }  # fmt: skip
 """The check of each field of a request."""
 
-Row = TypeVar("Row")
+Made = TypeVar("Made")
 
 
-def row_of(
-    kind: type[Row], where: str, row: object, checks: Mapping[str, Check], remedy: str
-) -> Row:  # fmt: skip
+def from_row(
+    kind: type[Made], where: str, row: object, checks: Mapping[str, FieldCheck], remedy: str
+) -> Made:  # fmt: skip
     """Return the object of a dataclass that a document's row holds.
 
     Raises FileError, naming `where` it is and ending with the `remedy`, unless the row has the

@@ -31,7 +31,7 @@ from traces.errors import DraftsimError, FileError
 from traces.replay.quality import output_log_likelihood, relative_bleu, token_agreement
 from traces.replay.rounds import RoundLog
 from traces.store.files import read_rounds, write_rounds
-from traces.store.header import Check, PathLike, are_wholes, is_number, meta_of, row_of
+from traces.store.header import FieldCheck, PathLike, are_wholes, from_row, is_number, meta_of
 from traces.store.text import read_object
 from traces.store.writing import write_atomically
 
@@ -238,11 +238,11 @@ def write_outputs(run: RealRun, path: Path) -> None:
         "outputs": [asdict(output) for output in run.outputs],
     }
     # As it is read again: tuples are lists then.
-    document[DIGEST] = digest_of(parse_json(json.dumps(document)))
+    document[DIGEST] = digest_of_document(parse_json(json.dumps(document)))
     write_atomically(path.with_suffix(".json"), json.dumps(document).encode())
 
 
-def digest_of(document: Mapping[str, Any]) -> str:
+def digest_of_document(document: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a document without its own digest, in hexadecimal."""
     rest = {name: value for name, value in document.items() if name != DIGEST}
     return hashlib.sha256(json.dumps(rest).encode()).hexdigest()
@@ -264,13 +264,13 @@ def read_run(path: PathLike) -> RealRun:
         )
     if extra := sorted(set(document) - {"schema", "meta", "outputs", DIGEST}):
         raise FileError(f"{place}: has an unknown field {extra[0]!r}: {REMEDY}")
-    if document.get(DIGEST, digest_of(document)) != digest_of(document):
+    if document.get(DIGEST, digest_of_document(document)) != digest_of_document(document):
         raise FileError(f"{place}: the content does not match its checksum: {REMEDY}")
     meta, rows = meta_of(place, document), document.get("outputs")
     if not isinstance(rows, list):
         raise FileError(f"{place}: holds no list of outputs: {REMEDY}")
     outputs = [
-        row_of(Output, f"{place}: output {i}", row, _OUTPUT, REMEDY) for i, row in enumerate(rows)
+        from_row(Output, f"{place}: output {i}", row, _OUTPUT, REMEDY) for i, row in enumerate(rows)
     ]
     lengths = [(r.id, r.tokens) for r in log.requests]
     if [(o.id, len(o.tokens)) for o in outputs] != lengths:
@@ -278,7 +278,7 @@ def read_run(path: PathLike) -> RealRun:
     return RealRun(log, outputs, meta)
 
 
-_OUTPUT: Mapping[str, Check] = {
+_OUTPUT: Mapping[str, FieldCheck] = {
     **dict.fromkeys(("id", "text", "reference"), lambda value: isinstance(value, str)),
     "tokens": are_wholes,
     # Rounding may leave a sum of logarithms of 1 above 0.

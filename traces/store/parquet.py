@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
 from traces.store.header import PathLike, file_error
+from traces.store.text import reading
 from traces.store.writing import write_atomically
 
 SCHEMA = 1
@@ -41,7 +42,7 @@ KINDS = {
     "measured": "times of measured runs",
 }
 
-Columns = Mapping[str, tuple[str, str]]
+ColumnTypes = Mapping[str, tuple[str, str]]
 """For each column of a kind of file: its type and its meaning."""
 HEADER_KEY, DIGEST_KEY = b"draftsim", b"draftsim.sha256"
 _BLANK = b"0" * 64
@@ -146,7 +147,7 @@ def columns_of(
     return columns
 
 
-def table_of(frame: pd.DataFrame, columns: Columns) -> pa.Table:
+def table_of(frame: pd.DataFrame, columns: ColumnTypes) -> pa.Table:
     """Return the `columns` of a frame."""
     return pa.table({
         name: pa.array([str(v) for v in frame[name]], pa.string()) if dtype == "str"
@@ -155,7 +156,7 @@ def table_of(frame: pd.DataFrame, columns: Columns) -> pa.Table:
     })  # fmt: skip
 
 
-def frame_of(path: PathLike, table: pa.Table, columns: Columns) -> pd.DataFrame:
+def frame_of(path: PathLike, table: pa.Table, columns: ColumnTypes) -> pd.DataFrame:
     """Return the frame of which `table_of` made a table; FileError as `columns_of`."""
     dtypes = {name: dtype for name, (dtype, _) in columns.items()}
     return pd.DataFrame(columns_of(path, table, dtypes))
@@ -210,15 +211,8 @@ def is_parquet(path: PathLike) -> bool:
 
 
 def _content(path: Path) -> bytes:
-    try:
+    with reading(path, "a .parquet file"):
         content = path.read_bytes()
-    except FileNotFoundError as error:
-        raise FileError(f"{path}: no such file: check the path") from error
-    except IsADirectoryError as error:
-        raise FileError(f"{path}: is a directory: name a .parquet file in it") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise FileError(f"{path}: cannot be read ({reason}): check its permissions") from error
     if not content:
         raise FileError(f"{path}: is empty: copy it again, or record it again")
     if not content.startswith(_MAGIC):

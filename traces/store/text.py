@@ -14,6 +14,7 @@ import os
 import stat
 import zlib
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from reprlib import repr as shown
 from typing import IO, Any
@@ -36,27 +37,37 @@ MOST_ID = 2**31 - 1
 """Largest token id."""
 
 
+@contextmanager
+def reading(path: str | os.PathLike[str], wanted: str = "a file") -> Iterator[None]:
+    """Turn an error of the system about the file at `path` into a `FileError`.
+
+    ``wanted``: the kind of file that is read, in words.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileError(f"{path}: no such file: check the path") from error
+    except IsADirectoryError as error:
+        raise FileError(f"{path}: is a directory: name {wanted} in it") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"{path}: cannot be read ({reason}): check its permissions") from error
+
+
 def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES) -> str:
     """Return the text of a file, unpacked, without byte-order mark, with ``\\n`` as line ends.
 
     Raises FileError if it is missing, cannot be read, is larger than `most` bytes or is not UTF-8.
     """
+    with reading(path), Path(path).open("rb") as file:
+        content = _bounded(file, most)
     try:
-        with Path(path).open("rb") as file:
-            content = _bounded(file, most)
         if content is not None and content.startswith(GZIPPED):
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as packed:
                 content = packed.read(most + 1)
             content = content if len(content) <= most else None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, OSError) as error:
         raise FileError(f"{path}: is damaged (gzip): {AGAIN}") from error
-    except FileNotFoundError as error:
-        raise FileError(f"{path}: no such file: check the path") from error
-    except IsADirectoryError as error:
-        raise FileError(f"{path}: is a directory: name a file in it") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise FileError(f"{path}: cannot be read ({reason}): check its permissions") from error
     if content is None:
         raise FileError(f"{path}: is larger than {most:,} bytes: split it, or name another file")
     try:

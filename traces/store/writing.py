@@ -136,6 +136,15 @@ def is_device(path: str | os.PathLike[str]) -> bool:
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
+def make_folder(folder: Path, remedy: str) -> None:
+    """Make a folder if it is missing; raise DraftsimError, with the `remedy`, if it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise DraftsimError(f"{folder}: cannot be written to ({reason}): {remedy}") from None
+
+
 def refused(path: str | os.PathLike[str], error: OSError) -> FileError:
     """Return the error that says that the file at `path` cannot be written, why, and what to do."""
     room = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""

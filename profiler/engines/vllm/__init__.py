@@ -67,7 +67,7 @@ def run_apart(
     repeats: int, synthetic: Sequence[float] | None = None,
 ) -> Apart:  # fmt: skip
     """Run loads in an engine of its own process, as `EngineKind.run_apart` says."""
-    from profiler.engines.vllm.apart import arguments, run
+    from profiler.engines.vllm.apart import arguments_apart, run
 
-    given = arguments(options, synthetic)
+    given = arguments_apart(options, synthetic)
     return run(given, demands, prompts, repeats, options.threads)

@@ -28,7 +28,9 @@ TAIL = 12
 """Lines of a failed engine's output that are shown."""
 
 
-def arguments(options: EngineOptions, synthetic: Sequence[float] | None = None) -> dict[str, Any]:
+def arguments_apart(
+    options: EngineOptions, synthetic: Sequence[float] | None = None
+) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM`` for an engine apart.
 
     Without ``synthetic`` it does not speculate and keeps vLLM's defaults.  With it the drafter of
@@ -90,7 +92,7 @@ def run(
     return Apart({load: Speed(*own) for load, own in found["speeds"].items()}, found["settings"])
 
 
-def timed(
+def timed_load(
     engine: Any, add: Callable[[str, PlannedRequest], None], jobs: Sequence[PlannedRequest],
     concurrency: int | None,
     clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
@@ -153,7 +155,7 @@ def main(asked: Path, told: Path) -> None:
         for repeat in range(given["repeats"] + 1):
             llm.reset_prefix_cache()
             uses.clear()
-            speed = timed(engine, add, jobs, own["concurrency"])
+            speed = timed_load(engine, add, jobs, own["concurrency"])
             if repeat:  # the first warms up
                 total = Speed(total.tokens + speed.tokens, total.seconds + speed.seconds)
         found[load] = list(total)

@@ -15,6 +15,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+from policies.registry import PLAIN
 from profiler.engines import notes, session
 from profiler.engines.engine import EngineOptions
 from profiler.engines.served import MODEL
@@ -60,7 +61,7 @@ class VllmServer:
 
     def __enter__(self) -> VllmServer:
         self.notes.mkdir()
-        self.decide("autoregressive", session.ENGINE if self.options.own_drafter else "pld")
+        self.decide(PLAIN, session.ENGINE if self.options.own_drafter else "pld")
         with socket.socket() as free:
             free.bind((HOST, 0))
             self.port = int(free.getsockname()[1])

@@ -21,7 +21,7 @@ import pandas as pd
 from policies.arrays import Floats
 from policies.lengths.basic import Autoregressive
 from simulator.aggregate.hazard import Interval, emitted_at
-from simulator.hardware.record import ALONE, by_library, check_published, predictions
+from simulator.hardware.record import ALONE, by_library, check_published, predicted_runs
 from simulator.hardware.roofline import FORMATS
 from simulator.papers.measured.rows import Evidence, evidence, ranked
 from simulator.published import (
@@ -182,7 +182,7 @@ def _positions() -> Iterator[Evidence]:
 
 
 def roofline_rows() -> list[Evidence]:
-    """Return `check_published` and `predictions` as rows of evidence; quantised models apart."""
+    """Return `check_published` and `predicted_runs` as rows of evidence; quantised models apart."""
     groups: dict[str, list[Evidence]] = {}
     for row in check_published().to_dict("records"):
         study, given = GIVEN[str(row["table"])]
@@ -192,7 +192,7 @@ def roofline_rows() -> list[Evidence]:
         groups.setdefault(str(row["table"]), []).append(
             evidence(study, given, quantity, float(row["ours"]), float(row["published"]))
         )
-    for one in (*predictions("eager"), *by_library(), *predictions("graph")):
+    for one in (*predicted_runs("eager"), *by_library(), *predicted_runs("graph")):
         if one.study is GAMMATUNE:
             continue  # above
         given = f"data sheet; {one.given}"

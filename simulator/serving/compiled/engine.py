@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from policies.batch.base import BatchPolicy, Planned, planned_of
+from policies.batch.base import BatchPolicy, Planned, Policy, planned_of
 from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.rules.base import VerifyRule
@@ -56,9 +56,7 @@ class ServedLoad(NamedTuple):
     """True if the bound of time ended the run."""
 
 
-def lengths_of(
-    policy: DraftPolicy | BatchPolicy, rule: VerifyRule | None, most: int
-) -> list[Planned] | None:
+def lengths_of(policy: Policy, rule: VerifyRule | None, most: int) -> list[Planned] | None:
     """Return the draft lengths of `policy` by the number of requests, from 0 to `most`.
 
     None if anything else than that number decides.
@@ -96,7 +94,7 @@ class Serving:
 
     trace: Trace
     latency: LatencyTable
-    policy: DraftPolicy | BatchPolicy
+    policy: Policy
     scenario: Scenario
     rule: VerifyRule | None
     lookahead: int

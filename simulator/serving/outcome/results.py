@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +23,10 @@ import pandas as pd
 import pyarrow as pa
 
 from policies.json_text import JSONError, parse_json
+from traces.aliases import Say, silent
 from traces.errors import FileError
 from traces.store.parquet import write_file
-from traces.store.text import plain
+from traces.store.text import plain, reading
 from traces.store.writing import only_writer, refused, write_atomically
 
 SCHEMA = 2
@@ -95,7 +96,7 @@ class ResultsFile:
         *,
         command: str = "serve",
         key: str | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        say: Say = silent,
     ) -> None:
         self.path = Path(path)
         self.meta = {**(meta or {}), **({} if key is None else {"key": key})}
@@ -203,11 +204,8 @@ def read_results(path: str | Path) -> Results:
 
 def _parsed(path: Path) -> Results:
     """Return the lines of a file; FileError if it cannot be read."""
-    try:
+    with reading(path, "a results file"):
         content = path.read_bytes()
-    except OSError as error:
-        reason = error.strerror or error
-        raise FileError(f"results file {path} cannot be read ({reason}): check the path") from None
     found, rows = Results(path), None
     lines = content.split(b"\n")
     for number, line in enumerate(lines, 1):

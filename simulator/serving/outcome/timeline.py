@@ -28,7 +28,7 @@ FIRST = {DEVICES: 100, REQUESTS: 10_000}
 """Thread number of the first track of each."""
 
 
-def verdict(outcome: Round) -> str:
+def result_said(outcome: Round) -> str:
     """Return a draft's result in words, by which Perfetto colours, whatever their numbers."""
     drafted, accepted = outcome.drafted, outcome.accepted
     if not drafted:
@@ -97,7 +97,7 @@ class Timeline:
     ) -> None:
         """Note that a request drafted and verified, or decoded; `wasted` drafts are now lost."""
         self.request(
-            index, start_s, seconds, verdict(outcome), drafted=outcome.drafted,
+            index, start_s, seconds, result_said(outcome), drafted=outcome.drafted,
             accepted=outcome.accepted, emitted=outcome.emitted, wasted=wasted,
         )  # fmt: skip
 

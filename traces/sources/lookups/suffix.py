@@ -151,15 +151,15 @@ class SuffixTree:
         return at
 
 
-Draft = tuple[list[int], list[float], float]
+SuffixDraft = tuple[list[int], list[float], float]
 """Tokens, the probability of each by the counts, and their sum."""
-NOTHING: Draft = [], [], 0.0
+NOTHING: SuffixDraft = [], [], 0.0
 
 
 def best_draft(
     tree: SuffixTree, context: Sequence[int], most: int, factor: float, least: float,
-    best: Draft = NOTHING,
-) -> Draft:  # fmt: skip
+    best: SuffixDraft = NOTHING,
+) -> SuffixDraft:  # fmt: skip
     """Return the best-scored draft over all lengths of the context's end, the longest among equals.
 
     A match of n tokens allows ``n factor`` drafted ones; each is the most frequent after those
