@@ -109,6 +109,7 @@ def breakeven(
     the acceptance length that breaks even. The last lines are vLLM's tables by batch size and by
     sequence length, and what each loses against the best draft length of every load.
     """
+    from simulator.aggregate.server import GUESSED
     from simulator.tune.breakeven import grid, measured_surface, pays_to, vllm_tables
     from simulator.tune.formats import check_settings
 
@@ -142,6 +143,8 @@ def breakeven(
         return
     if server is not None:
         own = None if acceptance is None else load_positions(acceptance)
+        if own is not None and server.guessed:
+            remark(GUESSED)
         batches, contexts = _axes(batch, context, server, None, lengths)
         check_contexts(server, contexts)
         loads = grid(batches, contexts, sorted({0, *lengths}))

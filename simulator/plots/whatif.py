@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from policies.from_file import split_name
 from policies.registry import is_bound
@@ -30,6 +30,8 @@ NOTHING = (
     "or of batch and context"
 )
 """Said where `figures` is empty."""
+MOST_TICKS = 13
+"""Draft lengths up to which each has a tick of its own."""
 LABELS = {
     "c": "cost ratio c = T_draft / T_target",
     "alpha": "acceptance α",
@@ -375,7 +377,9 @@ def _scale(axes: Axes, x: str, y: str, found: Surface) -> tuple[bool, bool]:
             put("log")
             look.log_ticks(axis, points)
         elif name in ("gamma", "k"):
-            axis.set_major_locator(MaxNLocator(integer=True))
+            # A tick between the lengths that were priced would name one that was not.
+            few = len(points) <= MOST_TICKS
+            axis.set_major_locator(FixedLocator(points) if few else MaxNLocator(integer=True))
     axes.tick_params(colors=INK, labelsize=8, length=3)
     axes.xaxis.label.set_fontsize(9)
     axes.yaxis.label.set_fontsize(9)
