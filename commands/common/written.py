@@ -259,7 +259,11 @@ def _table(one: Shown, caption: str) -> str:
 
 
 def _one_line(heading: str) -> str:
-    """Return a heading on one line; a word that was broken inside is whole again."""
+    """Return a heading on one line; a name that was broken inside is whole again.
+
+    >>> [_one_line(text) for text in ("tokens\\n/round", "rate-\\noptimal", "in\\ntime")]
+    ['tokens/round', 'rate-optimal', 'in time']
+    """
     return " ".join(re.sub(r"(?<=[:-])\n|\n(?=/)", "", heading).split())
 
 

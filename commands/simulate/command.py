@@ -29,6 +29,7 @@ from commands.common.progress import working
 from commands.common.quiet import say_disturbed
 from commands.common.written import Shown
 from policies.registry import PLAIN
+from traces.digits import counted
 from traces.errors import DraftsimError, missing
 
 if TYPE_CHECKING:
@@ -236,12 +237,14 @@ def simulate(
             raise DraftsimError("--plots compares policies with the draft model: name some")
         # Lossy ones are drawn where they were asked for.
         own = {log.policy for log in more} if by_name else {*asked.ruled}
+        systems = [log for log in more if lossless(log.verify) or log.policy in own]
         paths, left_out = save_all(
             recorded, table, compared.ranking.logs, plots, texts=policy, title=recording.said,
-            resamples=resamples, prefill=prefill,
-            systems=[log for log in more if lossless(log.verify) or log.policy in own],
+            resamples=resamples, prefill=prefill, systems=systems,
         )  # fmt: skip
         say_drawn(paths)
+        if lossy := len(more) - len(systems):
+            note(f"the plots leave out {counted(lossy, 'lossy method')}: --policy NAME draws one")
         for line in left_out:
             note(line)
 

@@ -204,7 +204,7 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
             "too fast"
         )
     if server.guessed:
-        meta["remark"] = "; ".join(filter(None, (meta.get("remark"), GUESSED)))
+        meta["remark"] = f"{meta['remark']}; {GUESSED}" if "remark" in meta else GUESSED
     return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)
 
 

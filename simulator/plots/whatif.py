@@ -281,7 +281,7 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
     figure, axes = look.canvas(8.2, 0.3 * len(rungs) + 1.4)
     y = np.arange(len(rungs))[::-1]
     labels = {
-        "useful_draft": "drafts accepted", "wasted_draft": "drafts rejected",
+        "useful_draft": "drafts accepted", "wasted_draft": "other drafting",
         "verify": "target", "signal": "signals", "host": "host",
     }  # fmt: skip
     shades = (COLOURS[2], COLOURS[1], "#C9D6E3", COLOURS[4], GREY)
@@ -379,7 +379,9 @@ def _scale(axes: Axes, x: str, y: str, found: Surface) -> tuple[bool, bool]:
         elif name in ("gamma", "k"):
             # A tick between the lengths that were priced would name one that was not.
             few = len(points) <= MOST_TICKS
-            axis.set_major_locator(FixedLocator(points) if few else MaxNLocator(integer=True))
+            axis.set_major_locator(
+                FixedLocator(points.tolist()) if few else MaxNLocator(integer=True)
+            )
     axes.tick_params(colors=INK, labelsize=8, length=3)
     axes.xaxis.label.set_fontsize(9)
     axes.yaxis.label.set_fontsize(9)

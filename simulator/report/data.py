@@ -476,7 +476,8 @@ def model_name(value: Any) -> str:
     if value.get("layers"):
         parts.append(f"{value['layers']} layer{'s' if value['layers'] != 1 else ''}")
     if size:
-        parts.append(f"{size / 1e9:.2f} B parameters" if size >= 1e9 else f"{size / 1e6:.1f} M parameters")
+        weights = f"{size / 1e9:.2f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"
+        parts.append(f"{weights} parameters")
     # A local folder says nothing to the reader beyond its last part.
     short = str(name).rstrip("/").rsplit("/", 1)[-1]
     return f"{short} ({', '.join(parts)})" if parts else short
