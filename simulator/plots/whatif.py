@@ -376,6 +376,8 @@ def _scale(axes: Axes, x: str, y: str, found: Surface) -> tuple[bool, bool]:
         if logs[-1]:
             put("log")
             look.log_ticks(axis, points)
+        elif name == "alpha" and len(points) <= 6:
+            axis.set_major_locator(FixedLocator(points.tolist()))
         elif name in ("gamma", "k"):
             # A tick between the lengths that were priced would name one that was not.
             few = len(points) <= MOST_TICKS
