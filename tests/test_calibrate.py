@@ -333,6 +333,7 @@ def test_the_choice_is_the_fastest_and_the_sentence_says_it(server: ServerFit) -
     said = in_words(rows)
     assert f"up to {rows[-1].batch} requests" in said
     assert said.count("up to") == 1 + sum(a.k != b.k for a, b in pairwise(rows))
+    assert f" at {rows[-1].batch} requests" in in_words(rows[-1:])
 
 
 def every_length(server: ServerFit, batch: int) -> list[PredictedSpeed]:
