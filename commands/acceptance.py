@@ -90,7 +90,8 @@ def doctor(
     tables += [Shown(parts, "Tokens per round by context")] if parts else []
     emit("doctor", rows, json, more=more, out=out, tables=lambda: tables)
     if far := [row["position"] for row in rows if abs(row["z"]) >= DIFFERS]:
-        note(f"|z| is {DIFFERS:g} or more at position {', '.join(map(str, far))}")
+        places = f"position{'s' * (len(far) > 1)} {', '.join(map(str, far))}"
+        note(f"|z| is {DIFFERS:g} or more at {places}")
     if not rows:
         note("no acceptance by position: only tokens per round are compared")
 

@@ -185,10 +185,13 @@ def bench(
     Their acceptance may be dictated (vLLM's rejection_sample_method synthetic). The table and the
     last lines are those of `draftsim breakeven surface`.
     """
+    from simulator.aggregate.server import GUESSED
     from simulator.tune.breakeven import grid, measured_surface
 
     server, model = _server(bench, passes)
     own = None if acceptance is None else load_positions(acceptance)
+    if own is not None and server.guessed:
+        remark(GUESSED)
     batches, contexts = loads.axes(server)
     check_contexts(server, contexts)
     cells = grid(batches, contexts, sorted({0, *loads.lengths}))

@@ -39,6 +39,13 @@ ExpertsOption = Annotated[
         "of a known model (`draftsim list --devices`), else none.",
     ),
 ]
+MetricsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE|URL",
+        help="The server's /metrics, for acceptance: one file or URL, or two (before, after).",
+    ),
+]
 
 
 def calibrate(
@@ -52,6 +59,7 @@ def calibrate(
         ),
     ],
     loads: AskedLoads,
+    metrics: MetricsOption = None,
     acceptance: OtherAcceptanceOption = None,
     passes: PassesOption = None,
     engine: Annotated[
@@ -94,11 +102,11 @@ def calibrate(
     from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
     from traces.store.files import write_latency
 
-    found = read_benches(runs)
+    found = read_benches(runs, acceptance_told=metrics is not None)
     other = other_acceptance(acceptance, found.model)
     for line in found.notes:
         remark(line)
-    measured = found.runs
+    measured = counted_acceptance(found.runs, metrics)
     target = known_target(engine, experts, found.model)
     server = fitted(measured, target, other, passes, noise)
     batch, context, k = loads.batch, loads.context, loads.k
@@ -179,6 +187,33 @@ def other_acceptance(acceptance: str | None, model: str | None) -> Positions | N
     return found
 
 
+def counted_acceptance(
+    runs: Sequence[ServerRun], metrics: Sequence[str] | None
+) -> Sequence[ServerRun]:
+    """Return the runs; those without acceptance get that of the server's counters.
+
+    Remarks name the draft lengths that the counters do not tell.
+    """
+    from simulator.aggregate.benches import with_acceptance
+
+    if not metrics:
+        return runs
+    drafting = {run.k for run in runs if run.k and run.round_tokens is None}
+    told = load_positions(metrics, drafts=drafting.pop() if len(drafting) == 1 else None)
+    known = with_acceptance(runs, told)
+    if known == runs:
+        remark(
+            "--metrics has no effect: no run takes acceptance from it; --acceptance predicts for "
+            "that of another workload"
+        )
+    if longer := {run.k for run in known if run.round_tokens is None}:
+        remark(
+            f"acceptance at K = {', '.join(map(str, sorted(longer)))} is estimated from the "
+            f"speeds: {told.label} does not tell it"
+        )
+    return known
+
+
 def fitted(
     runs: Sequence[ServerRun], target: Target, other: Positions | None, passes: int | None,
     noise: float | None = None,
@@ -187,12 +222,15 @@ def fitted(
 
     A remark says what is left out.
     """
+    from simulator.aggregate.server import GUESSED
     from simulator.aggregate.server import calibrate as fit
 
     with working("fitting the server's costs"):
         server = fit(runs, passes=passes, noise=noise, target=target)
     if other is None:
         return server
+    if server.guessed:
+        remark(GUESSED)
     if server.stopping():
         remark(
             "all drafts are taken as K tokens long: the runs do not tell where they stop at "
@@ -287,13 +325,7 @@ def recommend(
             "draft length. Repeatable.",
         ),
     ] = None,
-    metrics: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE|URL",
-            help="The server's /metrics, for acceptance: one file or URL, or two (before, after).",
-        ),
-    ] = None,
+    metrics: MetricsOption = None,
     acceptance: OtherAcceptanceOption = None,
     target: Annotated[str | None, typer.Option(help="Target model, for the command.")] = None,
     draft: Annotated[str | None, typer.Option(help="Drafter, for the command.")] = None,
@@ -329,7 +361,7 @@ def recommend(
     concurrencies and draft lengths, narrow the intervals. The last line is a command to paste.
     """
     from simulator.aggregate.advice import choices, concurrencies, next_runs
-    from simulator.aggregate.benches import read_benches, with_acceptance
+    from simulator.aggregate.benches import read_benches
     from simulator.tune.launch import TARGET, NamedDrafter, launch_line, setting
     from simulator.tune.settings import about_batches
 
@@ -346,20 +378,7 @@ def recommend(
     other = other_acceptance(acceptance, found.model)
     for line in found.notes:
         remark(line)
-    drafting = {run.k for run in found.runs if run.k and run.round_tokens is None}
-    only = drafting.pop() if len(drafting) == 1 else None
-    told = load_positions(metrics, drafts=only) if metrics else None
-    runs = found.runs if told is None else with_acceptance(found.runs, told)
-    if told is not None and runs == found.runs:
-        remark(
-            "--metrics has no effect: no run takes acceptance from it; --acceptance predicts for "
-            "that of another workload"
-        )
-    if told is not None and (longer := {run.k for run in runs if run.round_tokens is None}):
-        remark(
-            f"acceptance at K = {', '.join(map(str, sorted(longer)))} is estimated from the "
-            f"speeds: {told.label} does not tell it"
-        )
+    runs = counted_acceptance(found.runs, metrics)
     if not any(run.k for run in runs):
         raise DraftsimError(
             "no run with speculation, so the drafter's cost and acceptance are unknown: "

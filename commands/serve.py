@@ -508,8 +508,12 @@ def guesses(rows: Sequence[Row]) -> list[str]:
     outside = [e for e in entries if e["origin"] == "extrapolated"]
     said = [
         f"  {e['passes']:,} {e['model']} {e['phase'].replace('_', ' ')} passes: "
-        f"batch {_span(e['batch'])}, {many} token{'s' * (many != '1')} each, "
-        f"context {_span(e['context'])}"
+        + (
+            # A step that also reads prompts has no batch of its own in the table.
+            f"{_span(e['batch'])} decoded and {many} prompt tokens" if e["phase"] == "mixed"
+            else f"batch {_span(e['batch'])}, {many} token{'s' * (many != '1')} each, "
+            f"context {_span(e['context'])}"
+        )
         for e in outside for many in [_span(e["new_tokens"])]
     ]  # fmt: skip
     if outside:

@@ -36,6 +36,8 @@ def parse_spec(
     name, _, rest = text.strip().partition(":")
     cls = table.get(name)
     if cls is None:
+        if kind == "policy" and name.endswith(".py"):
+            raise ValueError(f"{name!r} names a file and no policy: write {name}:CLASS")
         raise ValueError(f"unknown {kind} {name!r}{choice(name, table)}")
     known = {k: v for k, v in parameters(cls).items() if k not in fixed}
     given: dict[str, Any] = {}

@@ -51,8 +51,18 @@ def said_outside(rows: Sequence[Mapping[Any, Any]]) -> list[str]:
     at += f", context {context:g}" if context is not None and not math.isnan(context) else ""
     return [
         f"{len(found)} of {len(rows)} rows have passes outside the measured sizes, priced by a "
-        f"fitted roofline: most {worst['policy']}{at} ({worst['outside']:.1%} of its passes)"
+        f"fitted roofline: most {worst['policy']}{at} ({percentage(worst['outside'])} of its "
+        "passes)"
     ]
+
+
+def percentage(share: float) -> str:
+    """Return a share above 0 in percent, never as zero.
+
+    >>> percentage(0.00001), percentage(0.024)
+    ('under 0.1%', '2.4%')
+    """
+    return f"{share:.1%}" if share >= 0.0005 else "under 0.1%"
 
 
 def said_served(rows: Sequence[Mapping[str, Any]], remedy: str = "") -> list[str]:

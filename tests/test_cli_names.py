@@ -227,6 +227,19 @@ def test_no_number_is_cut_on_any_terminal(
         assert shown.split().count(str(row["batch"])) == shown.count("policy") > (width < 132)
 
 
+def test_every_block_of_a_table_names_the_rate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"policy": f"fixed:gamma={r}", "rate": r} | {f"column_{i}": i + r for i in range(14)}
+            for r in (0.05, 0.15)]  # fmt: skip
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    print_table(rows)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).split()
+    assert shown.count("policy") > 1
+    assert shown.count("rate") == shown.count("policy")
+
+
 def test_a_terminal_too_narrow_for_a_number_wraps_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_policy_of_ones_own(synthetic_run: Path, tmp_path: Path, run: Run) -> 
         assert again[1]["policy"] == "mine.py:Careful:threshold=0.25+exact"
         assert again[1]["verify"] == "exact"
     for text, message in (
+        (f"{file}", f"names a file and no policy: write {file}:CLASS"),
         (f"{file}:Carefull", "has no class 'Carefull'"),
         (f"{file}:Other", "no DraftPolicy"),
         (f"{file}:Endless", "Endless"),

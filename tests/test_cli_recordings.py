@@ -284,6 +284,9 @@ def test_a_headline_gains_over_no_slower_row_by_itself() -> None:
     assert headline(rows) == (
         "svip is fastest, 1.50x no speculation; +25.0% against fixed:gamma=2."
     )
+    lossy = {**rows[1], "verify": "csd", "speedup": 1.6}
+    assert headline([*rows, lossy]).startswith("svip is fastest of the lossless, 1.50x")
+    assert headline([*rows, {**lossy, "speedup": 1.4}]) == headline(rows)
     rows[2]["speedup"] = 0.9
     assert headline(rows, "mine").startswith("mine: svip is fastest, 1.50x no speculation; the")
     assert "fixed:gamma=2, is at 0.900x" in headline(rows)

@@ -141,6 +141,31 @@ def test_drafts_that_differ_in_length_keep_all_positions(tmp_path: Path) -> None
     assert read_benches([str(tmp_path / "head.json")]).runs[0].drafted is None
 
 
+def files_of(folder: Path, k: int) -> list[str]:
+    """Return the files of `A100` with the draft length of those with a head."""
+    return [f"{folder}/{name}.json@{k if 'head' in name else 0}" for name in A100]
+
+
+def test_costs_fitted_to_an_estimated_acceptance_are_not_told_for_another(
+    tmp_path: Path, run: Run
+) -> None:
+    """Runs without acceptance do not tell if drafts are dear or seldom right."""
+    bare = {name: {k: v for k, v in row.items() if not k.startswith("spec_decode")}
+            for name, row in A100.items()}  # fmt: skip
+    files = files_of(written(tmp_path / "bare", bare), 5)
+    bench = [part for file in files for part in ("--bench", file)]
+    costs, other = tmp_path / "costs.parquet", ("--acceptance", "0.9,0.8,0.7,0.6,0.5")
+    warning = "the runs tell no acceptance"
+    assert warning not in run("calibrate", *files, "--out", costs).ok().said
+    for asked in (
+        ("recommend", *bench, *other), ("calibrate", *files, *other),
+        ("breakeven", *bench, *other), ("simulate", "--latency", costs, *other),
+    ):  # fmt: skip
+        assert warning in run(*asked).ok().said
+    told = written(tmp_path / "told", A100)
+    assert warning not in run("recommend", "--bench", told, *other).ok().said
+
+
 def test_counters_say_what_runs_do_not(tmp_path: Path, run: Run) -> None:
     """Runs without acceptance, and /metrics before and after: as with acceptance in the runs."""
     bare = {name: {k: v for k, v in row.items() if not k.startswith("spec_decode")}
@@ -150,8 +175,7 @@ def test_counters_say_what_runs_do_not(tmp_path: Path, run: Run) -> None:
     for number, count in enumerate((500, 10_500)):
         accepted = [round(count * chance) for chance in ACCEPTED]
         scrapes.append(vllm_counters(tmp_path / f"metrics-{number}.txt", count, accepted))
-    files = [f"{folder}/{name}.json@{5 if 'head' in name else 0}" for name in bare]
-    bench = [part for file in files for part in ("--bench", file)]
+    bench = [part for file in files_of(folder, 5) for part in ("--bench", file)]
     both = ("--metrics", scrapes[0], "--metrics", scrapes[1])
     asked = ("--batch", "1,32", "--json", "-")
     told_by_counters = run("recommend", *bench, *both, *asked).ok()
@@ -160,10 +184,15 @@ def test_counters_say_what_runs_do_not(tmp_path: Path, run: Run) -> None:
     assert left == right
     # Counts of five positions answer for runs of three, too, and not for those of six.
     for k, told in ((3, True), (6, False)):
-        files = [f"{folder}/{name}.json@{k if 'head' in name else 0}" for name in bare]
-        bench = [part for file in files for part in ("--bench", file)]
+        bench = [part for file in files_of(folder, k) for part in ("--bench", file)]
         ran = run("recommend", *bench, *both, *asked).ok()
         assert ("is estimated from the speeds" in ran.err) != told
+    told, counted = (run("calibrate", *given, "--json", "-").ok() for given in (
+        [tmp_path / "full"], [*files_of(folder, 5), *both],
+    ))  # fmt: skip
+    draft, same = ([row["value"] for row in ran.rows if row["cost"] == "draft"]
+                   for ran in (told, counted))  # fmt: skip
+    assert same == pytest.approx(draft, rel=0.1)
     alone = run("recommend", *both)
     assert "counters hold acceptance and no costs" in alone.refusal
 
@@ -247,7 +276,9 @@ def test_other_programs_results_are_read(tmp_path: Path) -> None:
     assert told[3] == (4, 0, 410.0, 3.0)
     assert told[4][:3] == (2, 0, 150.0)
     assert [run.ttft_s for run in found.runs] == [0.06, 0.06, 0.04, 0.05, None]
-    assert sum("taken as a run without it" in line for line in found.notes) == 2
+    [once] = [line for line in found.notes if "taken as a run without it" in line]
+    assert once.startswith(f"{tmp_path}/guide.json and 1 more: does not mention speculation")
+    assert once.endswith("otherwise write FILE@K")
 
 
 def aiperf(concurrency: int | None, speed: float) -> dict[str, Any]:
@@ -286,9 +317,8 @@ def test_folders_of_aiperf_tell_concurrency_draft_length_and_model(tmp_path: Pat
     ]  # fmt: skip
     assert found.model == "org/target"
     left_out = [note for note in found.notes if "it lies with a result of AIPerf" in note]
-    assert [note.split(": ")[0] for note in left_out] == [
-        str(tmp_path / name / "logs" / "system.json") for name in ("k3-c4", "plain-c4")
-    ]
+    first = str(tmp_path / "k3-c4" / "logs" / "system.json")
+    assert [note.split(": ")[0] for note in left_out] == [f"{first} and 1 more"]
     # vLLM tells acceptance per request if asked to, and AIPerf sums it up.
     told = aiperf(4, 410.0) | {
         "pooled_spec_decode_acceptance_histogram": {"0": 40, "1": 30, "2": 20, "3": 10},

@@ -49,6 +49,11 @@ def test_gains_are_paired_and_over_what_is_asked() -> None:
         assert row["against"] == "fixed:gamma=4"
     with pytest.raises(DraftsimError, match="--against nobody: not among the policies"):
         compared(rows, priced, LATENCY, "nobody", 200)
+    # A name with more parameters in its row, as where a recording lowers the longest draft.
+    short = compared(rows[:2], priced[:2], LATENCY, "fixed", 200)
+    assert short == compared(rows[:2], priced[:2], LATENCY, "fixed:gamma=2", 200)
+    with pytest.raises(DraftsimError, match="names 3 rows: write one, such as fixed:gamma=2"):
+        compared(rows, priced, LATENCY, "fixed", 200)
     best = max(found[1:], key=lambda row: row["speedup"])
     assert best["policy"] in headline(found)
     assert f"{three_digits(best['speedup'])}x" in headline(found)

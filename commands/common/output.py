@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import pandas as pd
 import typer
+from rich.console import Console
 
 from commands.common.printed import console, print_table, printable
 from commands.common.written import (
@@ -140,7 +141,7 @@ def emit(
         for one in shown():
             print_table(one.rows, one.show, one.title)
             for line in one.notes:
-                print(wrapped(printable(line), WIDEST))
+                print(wrapped(printable(line), _room(console())))
     say_remarks()
     if out is not None:
         note(f"wrote {out}")
@@ -157,9 +158,13 @@ def note(text: str, whole: bool = False) -> None:
     printed on one line.
     """
     where = console(stderr=True)
-    width = min(WIDEST, where.width) if where.is_terminal else WIDEST
     shown = printable(text)
-    where.print(shown if whole else wrapped(shown, width), soft_wrap=True)
+    where.print(shown if whole else wrapped(shown, _room(where)), soft_wrap=True)
+
+
+def _room(where: Console) -> int:
+    """Return the columns of a remark on a terminal, or where there is none."""
+    return min(WIDEST, where.width) if where.is_terminal else WIDEST
 
 
 def say_launch(line: str, models: Iterable[str | None]) -> None:

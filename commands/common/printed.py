@@ -47,6 +47,8 @@ RATIOS = ("speedup", "gain", "decode_gain", "default_gain", "served_gain")
 """Columns whose figures are ratios to no speculation."""
 SHARES = ("spread", "share", "disturbed", "chance faster", "median")
 """Columns of parts of 1, shown in percent."""
+LOADS = {"rate", "alpha", "c"}
+"""Columns that tell rows apart though they hold no whole numbers."""
 
 
 def print_table(
@@ -88,7 +90,7 @@ def print_table(
             break
     # What leads until the first figure tells the rows apart.
     counts = {n for n in numeric if all(str(r.get(n)).replace(",", "").isdigit() for r in shown)}
-    keys = list(takewhile(lambda name: name in counts or name not in numeric, names))
+    keys = list(takewhile(lambda n: n in counts or n in LOADS or n not in numeric, names))
     if keys == names:  # all words, which are folded where they have to be
         words = {n: " ".join([*cells[n], heads[n]]).split() for n in sentences}
         needed |= {n: max(map(len, column)) for n, column in words.items()}

@@ -243,7 +243,7 @@ def _table(one: Shown, caption: str) -> str:
     lines = [
         r"\begin{table}", r"\centering", f"\\caption{{{escaped(one.title or caption)}}}",
         f"\\begin{{tabular}}{{{align}}}", r"\toprule",
-        " & ".join(escaped(" ".join(str(n).split())) for n in names) + r" \\", r"\midrule",
+        " & ".join(escaped(_one_line(str(n))) for n in names) + r" \\", r"\midrule",
     ]  # fmt: skip
     for i in range(len(rows)):
         texts = [_in_table(cells[name][i]) for name in names]
@@ -256,6 +256,15 @@ def _table(one: Shown, caption: str) -> str:
     if one.notes:
         lines += [r"\par\smallskip\footnotesize", *(f"{escaped(n)}\\par" for n in one.notes)]
     return "\n".join([*lines, r"\end{table}", ""])
+
+
+def _one_line(heading: str) -> str:
+    """Return a heading on one line; a name that was broken inside is whole again.
+
+    >>> [_one_line(text) for text in ("tokens\\n/round", "rate-\\noptimal", "in\\ntime")]
+    ['tokens/round', 'rate-optimal', 'in time']
+    """
+    return " ".join(re.sub(r"(?<=[:-])\n|\n(?=/)", "", heading).split())
 
 
 def _in_table(text: str) -> str:

@@ -35,6 +35,7 @@ from commands.common.progress import working
 from commands.common.quiet import say_disturbed
 from commands.common.written import Shown
 from policies.registry import PLAIN
+from traces.digits import counted
 from traces.errors import DraftsimError, missing
 
 if TYPE_CHECKING:
@@ -314,12 +315,15 @@ def _replayed(
             raise DraftsimError("--plots compares policies with the draft model: name some")
         # Lossy ones are drawn where they were asked for.
         own = {log.policy for log in more} if by_name else {*asked.ruled}
+        systems = [log for log in more if lossless(log.verify) or log.policy in own]
         paths, left_out = save_all(
             recorded, table, compared.ranking.logs, ranked.plots, texts=policy,
             title=recording.said, resamples=ranked.resamples, prefill=ranked.prefill,
-            systems=[log for log in more if lossless(log.verify) or log.policy in own],
+            systems=systems,
         )  # fmt: skip
         say_drawn(paths)
+        if lossy := len(more) - len(systems):
+            note(f"the plots leave out {counted(lossy, 'lossy method')}: --policy NAME draws one")
         for line in left_out:
             note(line)
 

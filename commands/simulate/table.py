@@ -62,7 +62,10 @@ def headline(rows: Sequence[Row], recording: str = "") -> str:
             f"{begin}no policy is faster than no speculation: the best, {best['policy']}, is at "
             f"{factor}."
         )
-    said = f"{begin}{best['policy']} is fastest, {factor}"
+    lossy = [row["speedup"] or 0.0 for row in rows if not lossless(row["verify"])]
+    # Rules that change the text are in the same table or the next one.
+    among = " of the lossless" if max(lossy, default=0.0) > best["speedup"] else ""
+    said = f"{begin}{best['policy']} is fastest{among}, {factor}"
     rival = next((r for r in rows if is_called(r, best["against"] or "")), None)
     if rival is None or best["gain"] is None:
         return f"{said}."

@@ -180,9 +180,10 @@ def next_runs(server: ServerFit) -> list[Suggestion]:
 def in_words(rows: Sequence[PredictedSpeed]) -> str:
     """Return one sentence: which draft length up to which concurrency, and where to switch off."""
     parts: list[str] = []
+    until = "up to" if len(rows) > 1 else "at"
     for (k, p_min), alike in groupby(rows, lambda row: (row.k, row.p_min)):
         what = f"K = {k}" if k else "no speculation"
         what += f" with p-min {p_min:g}" if p_min else ""
-        parts.append(f"{what} up to {counted([*alike][-1].batch, 'request')}")
+        parts.append(f"{what} {until} {counted([*alike][-1].batch, 'request')}")
     text = ", then ".join(parts)
     return text[0].upper() + text[1:]

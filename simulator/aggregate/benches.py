@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from policies.json_text import JSONError, parse_json
-from simulator.aggregate.server import ServerFit, ServerRun
+from simulator.aggregate.server import GUESSED, ServerFit, ServerRun
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.importers.metrics import SELDOM
@@ -190,6 +190,8 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
         read = float(server.target.read_s(costs, np.array(tokens)))
         work = (read**s + (compute * tokens) ** s) ** (1 / s)
         cell("target", "prefill", 1, tokens, 0, cost["fixed"] + work)
+    # The runs' steps are whole: passes and the drafter's fixed cost hold the host's time.
+    cell("target", "host_round", 1, 1, 0, 0.0)
     meta = {
         "kind": "calibrated", "misfit": server.misfit, "runs": len(runs),
         "passes_apart": server.tells_passes_apart, **({} if model is None else {"target": model}),
@@ -201,6 +203,8 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
             f"calibrated at one context, {where}: others are priced like it, so longer ones are "
             "too fast"
         )
+    if server.guessed:
+        meta["remark"] = f"{meta['remark']}; {GUESSED}" if "remark" in meta else GUESSED
     return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)
 
 
@@ -208,7 +212,7 @@ REACHED = 0.8
 """A benchmark kept its limit of requests at once if their mean was this part of it, or more."""
 MOST_BYTES = 256 * 2**20
 """A larger file is no summary of benchmarks."""
-ESTIMATED = "says no acceptance: it is estimated from the speeds"
+ESTIMATED = "no acceptance is told: it is estimated from the speeds"
 AIPERF = "profile_export_aiperf.json"
 """Summary of a run in AIPerf's folder."""
 AIPERF_OTHERS = (
@@ -295,7 +299,20 @@ def read_benches(files: Sequence[str], *, acceptance_told: bool = False) -> Benc
             f"the benchmarks are of several models, {' and '.join(sorted(set(models)))}: give "
             "those of one server"
         )
-    return Benchmarks(runs, models[0] if models else None, list(dict.fromkeys(notes)))
+    return Benchmarks(runs, models[0] if models else None, _gathered(notes))
+
+
+def _gathered(notes: Sequence[str]) -> list[str]:
+    """Return the notes; what holds for several files is said once."""
+    alike: dict[str, dict[str, str]] = {}
+    for note in notes:
+        file, _, said = note.partition(": ")
+        alike.setdefault(said.replace(file, "FILE"), {})[file] = note
+    return [
+        next(iter(of.values())) if len(of) == 1
+        else f"{next(iter(of))} and {len(of) - 1} more: {said}"
+        for said, of in alike.items()
+    ]  # fmt: skip
 
 
 class _NoRun(DraftsimError):

@@ -70,7 +70,7 @@ COSTS: Mapping[str, Cost] = {
     "sequence": Cost(0.004, 1.2, "a request in the step"),
     "cached": Cost(8e-6, 1.0, "a cached token that a request attends to"),
     "speculating": Cost(0.08, 1.0, "speculation being on, whatever the draft length"),
-    "speculating_sequence": Cost(0.004, 1.2, "the same, per request"),
+    "speculating_sequence": Cost(0.004, 1.2, "speculation being on, per request"),
     "draft": Cost(0.08, 1.0, "a draft pass"),
     "draft_sequence": Cost(0.0015, 1.2, "a request in a draft pass"),
     "prefill": Cost(0.8, 0.5, "a prompt token, relative to weights / knee"),
@@ -103,6 +103,12 @@ ALIKE = 0.003
 draw is chosen for all."""
 TOLD = 0.75
 """A cost is undetermined if the runs leave more than this part of its prior's spread."""
+GUESSED = (
+    "the runs tell no acceptance, so the costs of drafting belong to an estimated one: at another "
+    "acceptance speedups can be far outside their intervals; give calibrate or recommend the "
+    "server's counters (--metrics)"
+)
+"""Said where costs that were fitted together with the acceptance meet another acceptance."""
 SECONDS = (
     *(name for name in COSTS if name not in ("knee", "sharpness", "prefill", "prompts")), "experts"
 )  # fmt: skip
@@ -446,6 +452,11 @@ class ServerFit:
             # Measured: as it is, up to what differs from run to run.
             return np.full(len(self.draws), self.known[k])
         return hazard.further(self.draws[:, HAZARDS], self.known, k)
+
+    @property
+    def guessed(self) -> bool:
+        """True if no run with drafts tells its acceptance, which was then fitted like the costs."""
+        return any(run.k for run in self.runs) and not mean_lengths(self.runs)
 
     @property
     def usual(self) -> tuple[float, float]:

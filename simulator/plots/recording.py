@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from policies.from_file import split_name
 from policies.registry import PLAIN, is_bound
 from simulator.bootstrap import interval, ratio, resamples
+from simulator.chosen import FITTED
 from simulator.palette import COLOURS, GREY, INK
 from simulator.plots import look
 from simulator.pricing import autoregressive, price
@@ -197,6 +198,8 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
     for i in sorted(order, key=lambda i: is_bound(logs[i].policy)):
         label = logs[i].policy + (f" ({logs[i].verify})" if rules > 1 else "")
         label += " (bound)" if is_bound(logs[i].policy) else ""
+        # Its settings are those for the pair's own c, so that others may pass it elsewhere.
+        label += " (not refitted)" if split_name(logs[i].policy)[0] == FITTED else ""
         label += " ~" if logs[i].fidelity == "approximate" else ""
         label += f"  {three_digits(here[i])}"
         line_of = look.series(int(i), len(c), logs[i].policy)

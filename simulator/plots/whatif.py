@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from policies.from_file import split_name
 from policies.registry import is_bound
@@ -30,6 +30,8 @@ NOTHING = (
     "or of batch and context"
 )
 """Said where `figures` is empty."""
+MOST_TICKS = 13
+"""Draft lengths up to which each has a tick of its own."""
 LABELS = {
     "c": "cost ratio c = T_draft / T_target",
     "alpha": "acceptance α",
@@ -279,7 +281,7 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
     figure, axes = look.canvas(8.2, 0.3 * len(rungs) + 1.4)
     y = np.arange(len(rungs))[::-1]
     labels = {
-        "useful_draft": "drafts accepted", "wasted_draft": "drafts rejected",
+        "useful_draft": "drafts accepted", "wasted_draft": "other drafting",
         "verify": "target", "signal": "signals", "host": "host",
     }  # fmt: skip
     shades = (COLOURS[2], COLOURS[1], "#C9D6E3", COLOURS[4], GREY)
@@ -374,8 +376,14 @@ def _scale(axes: Axes, x: str, y: str, found: Surface) -> tuple[bool, bool]:
         if logs[-1]:
             put("log")
             look.log_ticks(axis, points)
+        elif name == "alpha" and len(points) <= 6:
+            axis.set_major_locator(FixedLocator(points.tolist()))
         elif name in ("gamma", "k"):
-            axis.set_major_locator(MaxNLocator(integer=True))
+            # A tick between the lengths that were priced would name one that was not.
+            few = len(points) <= MOST_TICKS
+            axis.set_major_locator(
+                FixedLocator(points.tolist()) if few else MaxNLocator(integer=True)
+            )
     axes.tick_params(colors=INK, labelsize=8, length=3)
     axes.xaxis.label.set_fontsize(9)
     axes.yaxis.label.set_fontsize(9)

@@ -61,6 +61,8 @@ from traces.store.engine_runs import MeasuredRuns
 
 Sums = list[float]
 
+APART = 1.25
+"""Least ratio of two contexts that are both shown."""
 MOST_GAMMA = 12
 """Longest fixed draft length that the page has curves of, unless a longer one is the best."""
 ALPHAS = (*(round(0.05 * i, 2) for i in range(20)), 0.98)
@@ -279,8 +281,13 @@ def by_context(
     measured = costs.default_contexts(latency, max(lengths))
     if len(measured) < 2:
         return None
-    places = np.linspace(0, len(measured) - 1, min(len(measured), 8))  # no more columns fit
-    contexts = [measured[round(i)] for i in places]
+    # An engine's steps have as many contexts as requests, most of them nearly alike.
+    apart = measured[:1]
+    for context in measured[1:]:
+        if context >= APART * apart[-1]:
+            apart.append(context)
+    places = np.linspace(0, len(apart) - 1, min(len(apart), 8))  # no more columns fit
+    contexts = [apart[round(i)] for i in places]
     found = speedups(logs, latency, sizes, contexts, weights)
     best = found[0].argmax(axis=-1)
     return {
@@ -470,7 +477,8 @@ def model_name(value: Any) -> str:
     if value.get("layers"):
         parts.append(f"{value['layers']} layer{'s' if value['layers'] != 1 else ''}")
     if size:
-        parts.append(f"{size / 1e9:.2f} B" if size >= 1e9 else f"{size / 1e6:.1f} M parameters")
+        weights = f"{size / 1e9:.2f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"
+        parts.append(f"{weights} parameters")
     # A local folder says nothing to the reader beyond its last part.
     short = str(name).rstrip("/").rsplit("/", 1)[-1]
     return f"{short} ({', '.join(parts)})" if parts else short

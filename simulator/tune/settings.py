@@ -21,6 +21,7 @@ from simulator.tune.costs import PricedOptions, longest_seen
 from simulator.tune.formats import check_settings
 from simulator.tune.gains import MISSED, OFF, ON
 from simulator.tune.served import NO_SPECULATION
+from simulator.unmeasured import percentage
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.store.writing import write_atomically
@@ -218,7 +219,7 @@ def about_row(row: Mapping[str, Any]) -> list[str]:
     """Return what one searched batch and context leaves uncertain, without naming them."""
     found = []
     if row["outside"] > 0:
-        found.append(f"{row['outside']:.0%} of passes lie outside the measured sizes")
+        found.append(f"{percentage(row['outside'])} of passes lie outside the measured sizes")
     if row["assumed"]:
         found.append(f"assumed to cost nothing: {row['assumed']}")
     gain, lo, hi = row["gain"], row["gain_lo"], row["gain_hi"]

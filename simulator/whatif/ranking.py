@@ -336,8 +336,9 @@ def compared(
 ) -> list[Row]:  # fmt: skip
     """Return the rows of `runs` (plain decoding first) with their gains, notes and coverage.
 
-    ``against`` names the row that ``gain`` compares with (`is_called`), tokens per second over its
-    own with the paired interval over prompts; by default the best fixed length, where there is one.
+    ``against`` names the row that ``gain`` compares with (`is_called`, or the only one of that name
+    with more parameters), tokens per second over its own with the paired interval over prompts; by
+    default the best fixed length, where there is one.
     A policy's name alone is its lossless row if there is one.
     ``outside`` is the share of passes read outside the measured cells, ``unpriced`` what the
     table has no cells of, ``mismatches_accepted`` a lossy rule's leniency.
@@ -353,6 +354,16 @@ def compared(
             )
         named = [i for i, row in enumerate(rows) if is_called(row, against)]
         named = [i for i in named if lossless(rows[i]["verify"])] or named
+        # A default that the recording's limit lowers is part of a row's name (`bounded`).
+        longer = [
+            r["policy"] for r in rows if r["policy"].startswith((f"{against}:", f"{against},"))
+        ]
+        if not named and longer:
+            if len(set(longer)) > 1:
+                raise DraftsimError(
+                    f"--against {against} names {len(longer)} rows: write one, such as {longer[0]}"
+                )
+            return compared(rows, runs, latency, longer[0], resamples, prefill)
         if not named:
             raise DraftsimError(
                 f"--against {against}: not among the policies shown: add --policy {against}"
