@@ -38,7 +38,7 @@ NAMES = {
     "concurrency": ("batch",), "max-concurrency": ("batch",), "request-rate": ("rate",),
     "max-num-seqs": ("max-batch", "engine-batch"), "max-num-batched-tokens": ("token-budget",),
     "num-gpu-blocks": ("kv-blocks",), "num-gpu-blocks-override": ("kv-blocks",),
-    "max-model-len": ("engine-length",),
+    "max-model-len": ("engine-length",), "num-prompts": ("requests",),
     "num-speculative-tokens": ("k", "draft-length", "gamma", "engine-longest", "max-gamma"),
 }  # fmt: skip
 """Our names of options, by former names and those of vLLM, which also work."""
@@ -111,6 +111,13 @@ VALIDATE = {
     ),
 }  # fmt: skip
 """Verbs of `draftsim validate`, likewise."""
+TUNE = {
+    "search": Listed("tune:search", "Search the setting in simulation, and write it."),
+    "engine": Listed(
+        "tune:tried", "The same, and serve with it in vLLM.", chosen_by=("--try",)
+    ),
+}  # fmt: skip
+"""Verbs of `draftsim tune`, likewise."""
 COMMANDS = {
     "demo": Listed("demo:demo", "Profile the bundled pair here, predict, and check.", _TRY),
     "list": Listed(
@@ -135,7 +142,7 @@ COMMANDS = {
     ),
     "profile": Listed("", "Measure a pair: latencies and acceptance.", _PAIR, verbs=PROFILE),
     "simulate": Listed("simulate.command:simulate", "Predict every policy's speedup.", _PAIR),
-    "tune": Listed("tune:tune", "Write the setting that an engine reads.", _PAIR, True),
+    "tune": Listed("", "Write the setting that an engine reads.", _PAIR, True, TUNE),
     "report": Listed("report:report", "Write all results as one HTML page.", _PAIR),
     "validate": Listed("", "Run policies, and check predictions.", _PAIR, True, VALIDATE),
     "export": Listed(
@@ -291,7 +298,9 @@ def _said(error: Exception) -> str | None:
     if isinstance(error, UsageError):
         shown: Any = error
         context = getattr(shown, "ctx", None)
-        command = str(getattr(context, "info_name", ""))
+        # A verb's command is named before it.
+        command = str(getattr(context, "command_path", "")).removeprefix("draftsim ")
+        command = command.partition(" ")[0]
         option = str(getattr(shown, "option_name", ""))
         for name in (option.lstrip("-"), *NAMES.get(option.lstrip("-"), ())):
             if (place := ELSEWHERE.get((command, f"--{name}"))) is not None:

@@ -195,7 +195,7 @@ def _priced(
     """Return the surface by a latency table, and whose it is."""
     from simulator.aggregate.positions import of_trace
     from simulator.pricing import missing_hosts
-    from simulator.recording import said_costs
+    from simulator.recording import load_tables, said_costs
     from simulator.serving.cost import TableCost
     from simulator.tune.breakeven import grid, priced_surface
     from simulator.tune.costs import longest_draft
@@ -204,7 +204,7 @@ def _priced(
 
     if acceptance is not None and latency is not None and not (source or gpu or weights):
         # No recording is needed: acceptance and costs are both given.
-        [table] = latencies([latency], trace, False, batch_free).values()
+        [table] = load_tables(latencies([latency]), trace, False, batch_free, remark).values()
         own, name = None, said_costs(latency, table)
     else:
         recording = load_recording(

@@ -323,7 +323,7 @@ def test_without_the_engine_nothing_is_searched(
     monkeypatch.setattr("profiler.engines.vllm.find_spec", lambda name: None)
     measured = LatencyTable(batched().cells, {"kind": "engine", "engine": {"longest": 4}})
     write_latency(measured, recorded.folder / "latency.parquet")
-    ran = run("tune", "--trace", recorded.folder, "--engine", "vllm", "--try")
+    ran = run("tune", "engine", "--trace", recorded.folder)
     assert "make vllm" in ran.refusal
 
 

@@ -27,16 +27,17 @@ RUN = ("--run", "r")
 def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The verb that ran last, in place of the real one, and its options."""
     last: dict[str, Any] = {}
-    for command, verb in (name.split() for name in leaves(WITH_VERBS)):
-        module = import_module(f"commands.{command}.command")
-        real = getattr(module, verb)
+    for name, listed in leaves(WITH_VERBS).items():
+        place, _, function = listed.place.partition(":")
+        module, verb = import_module(f"commands.{place}"), name.partition(" ")[2]
+        real = getattr(module, function)
 
         def stand_in(verb: str = verb, **given: Any) -> None:
             last.clear()
             last.update(given, verb=verb)
             last.pop("ctx", None)  # it is each call's own
 
-        monkeypatch.setattr(module, verb, wraps(real)(stand_in))
+        monkeypatch.setattr(module, function, wraps(real)(stand_in))
     return last
 
 
