@@ -133,6 +133,7 @@ def tried(
     graphs: Graphs,
     searched: Searched,
     engine: Annotated[str, typer.Option(hidden=True)] = "vllm",
+    try_out: Annotated[bool, typer.Option("--try", hidden=True)] = True,
     defaults: DefaultsOption = False,
     requests: Annotated[int, typer.Option(min=1, help="Requests in every load.")] = 40,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every policy.")] = 1,
@@ -141,9 +142,10 @@ def tried(
 
     No speculation and K = 1, 3, 5 are served next to the setting, in a closed loop per batch size.
     """
-    if engine != "vllm":
+    if try_out and engine != "vllm":
         raise DraftsimError(f"--try runs vllm alone: drop it for {engine}")
-    _tune(engine, inputs, graphs, searched, Trial(requests, repeats, defaults))
+    trial = Trial(requests, repeats, defaults)
+    _tune(engine, inputs, graphs, searched, trial if try_out else None)  # false in a file
 
 
 def _tune(

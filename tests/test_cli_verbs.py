@@ -70,6 +70,10 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
          ("engine", *RUN, "--source", "s", "--http")),
         ("validate", ("--recorded", "a", "--recorded=b", "--markdown", "m"),
          ("recorded", "a", "b", "--markdown", "m")),
+        ("tune", ("--engine", "vllm", "--context", "9"),
+         ("search", "--engine", "vllm", "--context", "9")),
+        ("tune", ("--engine", "vllm", "--try", "--requests", "3", "--defaults"),
+         ("engine", "--requests", "3", "--defaults")),
     ],
 )  # fmt: skip
 def test_options_choose_the_verb_that_is_not_named(

@@ -195,7 +195,9 @@ def over_loads(
         if given is not None and not len(given):
             raise DraftsimError(f"{name} is empty: give at least one number")
     if scale is not None and (arrivals is None or rate is not None):
-        raise DraftsimError("--scale speeds up a file of arrivals: give --arrivals, and no --rate")
+        raise DraftsimError(
+            "--rate Sx or --scale speeds up a file of arrivals: give --arrivals, and no --rate R"
+        )
     if rate is not None or arrivals is not None or process is not None:
         offered = arrivals_of(None if rate is None else 1.0, arrivals, process)
         if isinstance(offered, ArrivalFile):
