@@ -18,7 +18,7 @@ import lzma
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, repeat
@@ -277,12 +277,8 @@ class Poisson(AtRate):
     """Independent arrivals at `per_second` requests a second."""
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """Yield sums of exponential gaps."""
-        now = 0.0
-        while True:
-            for gap in rng.exponential(1 / self.per_second, 256).tolist():
-                now += gap
-                yield now
+        """Return sums of exponential gaps."""
+        return _summed(lambda: rng.exponential(1 / self.per_second, 256))
 
 
 class Deterministic(AtRate):
@@ -311,13 +307,9 @@ class GammaGaps(AtRate):
         _positive("burstiness", self.burstiness)
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """Yield sums of gaps with a mean of 1 / rate."""
-        now = 0.0
-        while True:
-            scale = 1 / (self.per_second * self.burstiness)
-            for gap in rng.gamma(self.burstiness, scale, 256).tolist():
-                now += gap
-                yield now
+        """Return sums of gaps with a mean of 1 / rate."""
+        shape = self.burstiness
+        return _summed(lambda: rng.gamma(shape, 1 / (self.per_second * shape), 256))
 
 
 @dataclass(frozen=True)
@@ -462,6 +454,15 @@ def arrivals_of(
         known = ", ".join(PROCESSES)
         raise DraftsimError(f"--process is {process!r}, expected {known} or burstiness=NUMBER")
     return PROCESSES[name](rate)
+
+
+def _summed(drawn: Callable[[], Floats]) -> Iterator[float]:
+    """Yield the sums of gaps, of which many are drawn at a time."""
+    now = 0.0
+    while True:
+        for gap in drawn().tolist():
+            now += gap
+            yield now
 
 
 def _deck(size: int, rng: np.random.Generator) -> Iterator[int]:
