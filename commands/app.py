@@ -38,7 +38,7 @@ NAMES = {
     "concurrency": ("batch",), "max-concurrency": ("batch",), "request-rate": ("rate",),
     "max-num-seqs": ("max-batch", "engine-batch"), "max-num-batched-tokens": ("token-budget",),
     "num-gpu-blocks": ("kv-blocks",), "num-gpu-blocks-override": ("kv-blocks",),
-    "max-model-len": ("engine-length",),
+    "max-model-len": ("engine-length",), "num-prompts": ("requests",),
     "num-speculative-tokens": ("k", "draft-length", "gamma", "engine-longest", "max-gamma"),
 }  # fmt: skip
 """Our names of options, by former names and those of vLLM, which also work."""
@@ -150,6 +150,13 @@ PAPERS = {
     ),
 }  # fmt: skip
 """Verbs of `draftsim papers`."""
+TUNE = {
+    "search": Listed("tune:search", "Search the setting in simulation, and write it."),
+    "engine": Listed(
+        "tune:tried", "The same, and serve with it in vLLM.", chosen_by=("--try",)
+    ),
+}  # fmt: skip
+"""Verbs of `draftsim tune`."""
 COMMANDS = {
     "demo": Listed("demo:demo", "Profile the bundled pair here, predict, and check.", _TRY),
     "list": Listed(
@@ -174,7 +181,7 @@ COMMANDS = {
     ),
     "profile": Listed("", "Measure a pair: latencies and acceptance.", _PAIR, verbs=PROFILE),
     "simulate": Listed("", "Predict every policy's speedup.", _PAIR, verbs=SIMULATE),
-    "tune": Listed("tune:tune", "Write the setting that an engine reads.", _PAIR, True),
+    "tune": Listed("", "Write the setting that an engine reads.", _PAIR, True, TUNE),
     "report": Listed("report:report", "Write all results as one HTML page.", _PAIR),
     "validate": Listed("", "Run policies, and check predictions.", _PAIR, True, VALIDATE),
     "export": Listed(

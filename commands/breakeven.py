@@ -256,7 +256,7 @@ def _priced(inputs: SurfaceInputs, loads: SurfaceLoads, level: float) -> tuple[p
     """Return the surface by a latency table, and whose it is."""
     from simulator.aggregate.positions import of_trace
     from simulator.pricing import missing_hosts
-    from simulator.recording import said_costs
+    from simulator.recording import load_tables, said_costs
     from simulator.serving.cost import TableCost
     from simulator.tune.breakeven import grid, priced_surface
     from simulator.tune.costs import longest_draft
@@ -266,8 +266,8 @@ def _priced(inputs: SurfaceInputs, loads: SurfaceLoads, level: float) -> tuple[p
     lengths, acceptance = loads.lengths, inputs.acceptance
     if inputs.told:
         assert inputs.latency is not None
-        named = [inputs.latency]
-        [table] = latencies(named, inputs.trace, False, inputs.assume_batch_free).values()
+        given, free = latencies([inputs.latency]), inputs.assume_batch_free
+        [table] = load_tables(given, inputs.trace, False, free, remark).values()
         own, name = None, said_costs(inputs.latency, table)
         table = in_one_pass(table) if inputs.one_pass else table
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -42,20 +41,14 @@ def capacity(
     inputs: options.BatchInputs,
     policies: options.Policies,
     engine: options.EngineLimits,
-    rate: Annotated[
-        float | None,
+    load: options.OfferedLoad,
+    router: Annotated[
+        str,
         typer.Option(
-            min=options.RATES[0], max=options.RATES[1], help="Offered load, requests per second."
+            help="How a request is assigned to a replica: random, round-robin, least-requests or "
+            "least-tokens."
         ),
-    ] = None,
-    arrivals: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Replay the arrivals of a file that `serve` reads, at its own rate or at --rate.",
-        ),
-    ] = None,
-    process: options.ProcessOption = None,
+    ] = "round-robin",
     price: Annotated[
         float | None, typer.Option(help="Price of a GPU, in dollars per hour.")
     ] = None,
@@ -84,35 +77,29 @@ def capacity(
     finished part.
     """
     from simulator.capacity import plan
-    from simulator.chosen import load_serving_policies
+    from simulator.loads import prepared
     from simulator.serving import Scenario
-    from simulator.serving.arrivals import arrivals_of
+    from simulator.serving.routers import parse_router
     from simulator.targets import parse_targets
 
-    recording = inputs.load(
-        chooses="capacity", plain=policies.plain, sizes={} if arrivals is None else None
-    )
-    recorded, table = recording.trace, recording.latency
-    texts, rule = policies.alike(recording)
-    limits = engine.limits(table)
-    largest = limits.max_batch
-    table.check_sizes("target", "forward", largest, 1)
-    table = inputs.priced(engine.captured(recording, largest), largest)
+    recording = inputs.load(chooses="capacity", plain=policies.plain, sizes=load.drawn_sizes)
+    rate, offered = load.planned(recording)
     base = Scenario(
-        arrivals_of(rate, arrivals, process), limits, warmup=0.2, seed=seed,
-        replications=replications, router=engine.routing(2), targets=parse_targets(slo),
+        offered, engine.limits(recording.latency), warmup=0.2, seed=seed,
+        replications=replications, router=parse_router(router), targets=parse_targets(slo),
     )  # fmt: skip
-    for line in base.arrivals.remarks:
-        remark(line)
-    chosen = load_serving_policies(texts, recorded, table, largest=largest, say=remark)
+    study = prepared(
+        recording, [base], policies.policy, policies.verify, policies.memory,
+        graphs=engine.graphs, always_draft=inputs.always_draft, say=remark,
+    )  # fmt: skip
     executor = options.chosen_executor(jobs, cluster)
     kept = rows_file(out)
     with only_writer(out) if out is not None else nullcontext():
         with working("simulating") as say:
             rows = plan(
-                recorded, table, chosen, base, rate, rule=rule, requests=requests,
-                most=max_replicas, gpus=gpus, price=price, curve=plots is not None,
-                executor=executor, say=note, path=kept,
+                study.trace, study.latency, study.policies, base, rate, rule=study.rule,
+                requests=requests, most=max_replicas, gpus=gpus, price=price,
+                curve=plots is not None, executor=executor, say=note, path=kept,
                 progress=lambda done, at: say(f"run {done}: {at}"),
             )  # fmt: skip
         note(f"{recording.said}: {headline(rows)}")
@@ -130,7 +117,7 @@ def capacity(
         from simulator.plots.look import save_all_kinds
         from simulator.plots.serving import assumption, plot_replicas
 
-        label, figure = assumption(table, largest), plot_replicas(rows)
+        label, figure = assumption(study.latency, study.largest), plot_replicas(rows)
         say_drawn([save_all_kinds(figure, plots / "replicas.png", label, recording.said)])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,11 +32,11 @@ from traces.store.writing import only_writer
 
 if TYPE_CHECKING:
     from simulator.executors import Executor
-    from simulator.serving import Scenario
+    from simulator.recording import Recording
+    from simulator.serving import Router, Scenario
     from simulator.targets import Targets
     from simulator.tune.gains import Leader, Span
     from traces.aliases import Row
-    from traces.latency.table import LatencyTable
 
 MEAN = "(mean end-to-end latency)"
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
@@ -44,10 +44,8 @@ LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"
 
 
 @dataclass(frozen=True)
-class Loads:
-    """Options for the requests that arrive."""
-
-    heading: ClassVar[str] = "Load"
+class LoadOptions(options.OfferedLoad):
+    """Options for the requests that arrive, or that always run."""
 
     batch: Annotated[
         str | None,
@@ -57,73 +55,22 @@ class Loads:
             "powers of two, as far as the latencies were measured.",
         ),
     ] = None
-    rate: Annotated[
-        str | None, typer.Option(metavar="R,...", help="Offered loads, requests per second.")
-    ] = None
-    arrivals: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Replay a file, or the first --requests of it: CSV with TIMESTAMP,ContextTokens,"
-            "GeneratedTokens, the result of `vllm bench serve --save-detailed`, or requests.jsonl "
-            "of LLMServingSim's benchmark. Measured times are printed next to the predicted.",
-        ),
-    ] = None
-    prompt: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1,
-            help="Prompt tokens of a request, with --acceptance or --policy autoregressive. "
-            "Default: the server's, else 256.",
-        ),
-    ] = None  # fmt: skip
-    output: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=2, help="Output tokens of a request, as --prompt."),
-    ] = None
-    scale: Annotated[
-        str | None, typer.Option(metavar="S,...", help="Replay --arrivals faster by these factors.")
-    ] = None
-    process: options.ProcessOption = None
-
-    @property
-    def sizes(self) -> dict[str, int] | None:
-        """The lengths named, by the fields of `trace_by_position`; None with a file of arrivals.
-
-        Raises DraftsimError if both are named.
-        """
-        named = {"prompt_length": self.prompt, "tokens": self.output}
-        found = {name: value for name, value in named.items() if value is not None}
-        if found and self.arrivals is not None:
-            raise DraftsimError(
-                f"{self.arrivals} has the requests' lengths: drop --prompt and --output"
-            )
-        return found if self.arrivals is None else None
 
     @property
     def arrive(self) -> bool:
         """True if requests arrive by the clock, and do not always run."""
         return any(given is not None for given in (self.rate, self.arrivals, self.process))
 
-    def scenarios(self, base: Scenario, table: LatencyTable) -> list[Scenario]:
-        """Return a scenario for each load that is named; with none, for the batches of `table`.
-
-        Raises DraftsimError if a value is impossible, and as `simulator.serving.study.over_loads`.
-        """
-        from simulator.serving.study import over_loads
-
-        return over_loads(
-            base, table, arrivals=self.arrivals, process=self.process,
-            concurrency=None if self.batch is None else options.batch_sizes("--batch", self.batch),
-            rate=None if self.rate is None else options.rates("--rate", self.rate),
-            scale=None if self.scale is None else options.rates("--scale", self.scale),
-        )  # fmt: skip
+    def offered(self, recording: Recording) -> dict[str, Any]:
+        """Return the load as `simulator.serving.study.over_loads` takes it."""
+        batches = None if self.batch is None else options.batch_sizes("--batch", self.batch)
+        return {**super().offered(recording), "concurrency": batches}
 
 
 def serve(
     inputs: options.BatchInputs,
     policies: options.Policies,
-    loads: Loads,
+    loads: LoadOptions,
     engine: options.EngineLimits,
     settings: Annotated[
         Path | None,
@@ -134,17 +81,28 @@ def serve(
         ),
     ] = None,
     mode: Annotated[
-        str, typer.Option(help="continuous, static, static-minimum, static-mean, pearl or dsi.")
+        str,
+        typer.Option(
+            help="continuous, static, static-minimum, static-mean, pearl or dsi; "
+            "pearl:interference=F if target and drafter slow each other down on one device."
+        ),
     ] = "continuous",
     requests: Annotated[
         int | None,
         typer.Option(
-            help="Requests in every run. Default: all of --arrivals, else 1000, and at least 10 "
-            "for each that runs at a time."
+            help="Requests in every run (--num-prompts), the first of --arrivals. Default: all of "
+            "--arrivals, else 1000, and at least 10 for each that runs at a time."
         ),
     ] = None,
     replications: Annotated[int, typer.Option(help="Independent runs, for intervals.")] = 1,
-    replicas: Annotated[int, typer.Option(help="Engines that share the requests.")] = 1,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            metavar="N[:ROUTER]",
+            help="Engines that share the requests, and who gets one: random, round-robin "
+            "(default), least-requests or least-tokens.",
+        ),
+    ] = "1",
     slo: Annotated[
         str | None,
         typer.Option(
@@ -171,8 +129,9 @@ def serve(
         float | None, typer.Option(help="Stop every run after this many simulated seconds.")
     ] = None,
     interference: Annotated[
-        float | None, typer.Option(help="pearl and dsi: slowdown from sharing one device.")
+        float | None, typer.Option(hidden=True, help="As --mode pearl:interference=F.")
     ] = None,
+    router: Annotated[str | None, typer.Option(hidden=True, help="As --replicas N:ROUTER.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts.")] = 0,
     out: Annotated[
         Path | None,
@@ -204,53 +163,50 @@ def serve(
     """Simulate batches and queues: latency and throughput of every policy under load.
 
     A request of an arrivals file keeps the file's lengths and replays a recorded sequence of
-    about its output length; such rows are approximate.
+    about its output length; such rows, and those with --prompt or --output, are approximate.
     """
-    from simulator.chosen import load_serving_policies
+    from simulator.loads import prepared
     from simulator.serving import ClosedLoop, Scenario, Timeline, sweep
-    from simulator.serving.study import against_measured, shortfalls
+    from simulator.serving.scenario import parse_mode
+    from simulator.serving.study import against_measured, over_loads
     from simulator.tune.gains import interval_over_prompts
 
-    recording = inputs.load(plain=settings is None and policies.plain, sizes=loads.sizes)
-    recorded, table = recording.trace, recording.latency
-    texts, rule = policies.alike(recording)
-    targets = _targets(slo, ttft, tpot)
+    recording = inputs.load(plain=settings is None and policies.plain, sizes=loads.drawn_sizes)
+    batching, sharing = parse_mode(mode)
+    count, _, chosen_by = replicas.partition(":")
     base = Scenario(
-        ClosedLoop(1), engine.limits(table, mode, loads.arrive), requests, mode,  # type: ignore[arg-type]
-        interference or 0.0, targets=targets,
-        max_time_s=max_time, warmup=warmup, seed=seed, replications=replications,
-        replicas=replicas, router=engine.routing(replicas),
+        ClosedLoop(1), engine.limits(recording.latency, batching, loads.arrive), requests,
+        batching, sharing if interference is None else interference,
+        targets=(targets := _targets(slo, ttft, tpot)), max_time_s=max_time, warmup=warmup,
+        seed=seed, replications=replications, replicas=options.whole("--replicas", count),
+        router=_router(count, chosen_by or router),
     )  # fmt: skip
-    scenarios = loads.scenarios(base, table)
-    for line in [*scenarios[0].arrivals.remarks, *shortfalls(scenarios)]:
-        remark(line)
-    largest = max(scenario.largest_batch for scenario in scenarios)
-    table.check_sizes("target", "forward", largest, 1)  # refused before anything is served
-    recording = engine.captured(recording, largest)
-    table = inputs.priced(recording, largest)
-    chosen = load_serving_policies(texts, recorded, table, mode, settings, largest, remark)
+    scenarios = over_loads(base, recording.latency, **loads.offered(recording), say=remark)
+    study = prepared(
+        recording, scenarios, policies.policy, policies.verify, policies.memory,
+        graphs=engine.graphs, always_draft=inputs.always_draft, settings=settings, say=remark,
+    )  # fmt: skip
     meta = {
         "trace": inputs.acceptance or inputs.trace, "latency": inputs.latency or inputs.trace,
-        "policies": list(chosen),
+        "policies": list(study.policies),
     }  # fmt: skip
-    meta |= {"source": recorded.source} if recording.source is not None else {}
+    meta |= {"source": study.trace.source} if recording.source is not None else {}
     served = sum(scenario.count * scenario.replications for scenario in scenarios)
-    executor = where(jobs, cluster, served * len(chosen), timeline)
+    executor = where(jobs, cluster, served * len(study.policies), timeline)
     rows: list[dict[str, Any]] = []
     with (
         kept(rows, out, meta, recording.said),
-        requests_bar(scenarios, chosen) as (advance, progress),
+        requests_bar(scenarios, study.policies) as (advance, progress),
         Timeline(timeline) if timeline is not None else nullcontext() as drawn,
     ):
         sweep(
-            recorded, table, chosen, scenarios, rule=rule, path=rows_file(out), meta=meta,
-            progress=progress, advance=advance, timeline=drawn, rows=rows, executor=executor,
-            say=note,
+            *study, path=rows_file(out), meta=meta, progress=progress, advance=advance,
+            timeline=drawn, rows=rows, executor=executor, say=note,
         )  # fmt: skip
-    measured = against_measured(recorded, table, chosen, scenarios, rule)
+    measured = against_measured(*study)
 
     def interval(leader: Leader) -> Span | None:
-        return interval_over_prompts(leader, recorded, table, chosen, scenarios, rule)
+        return interval_over_prompts(leader, *study)
 
     def printed() -> None:
         with working("serving resampled prompts, for intervals", alone=True):
@@ -276,10 +232,7 @@ def serve(
     if plots is not None:
         from simulator.plots.serving import draw
 
-        drawn_files = draw(
-            plots, rows, recorded, table, chosen, scenarios, recording.said, note, rule
-        )
-        say_drawn(drawn_files)
+        say_drawn(draw(plots, rows, *study, title=recording.said, say=note))
 
 
 def where(
@@ -293,6 +246,15 @@ def where(
     if cluster is None and (jobs == 1 or timeline is not None or few):
         return None
     return options.chosen_executor(jobs, cluster)
+
+
+def _router(count: str, name: str | None) -> Router:
+    """Return the router called `name`; DraftsimError if there is nothing to be routed."""
+    from simulator.serving.routers import parse_router
+
+    if name is not None and count == "1":
+        raise DraftsimError("--router chooses among replicas: give --replicas 2 or more")
+    return parse_router(name or "round-robin")
 
 
 def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> Targets:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -42,10 +42,10 @@ CHECKED = (
 TunedEngine = Literal["vllm", "sglang", "hf", "llamacpp", "tensorrt-llm", "dynamo"]
 
 
-def tune(
-    engine: Annotated[TunedEngine, typer.Option(help="Engine to write settings for.")],
-    inputs: CarriedInputs,
-    graphs: Graphs,
+@dataclass(frozen=True)
+class Searched:
+    """Options for the settings that are searched, and where they go."""
+
     slo: Annotated[
         str | None,
         typer.Option(
@@ -53,27 +53,29 @@ def tune(
             help="Targets, as in ttft=200ms,tpot=30ms (bare numbers are seconds): only requests "
             "within them count, and a share p of the requests (default 0.95) must meet them.",
         ),
-    ] = None,
+    ] = None
     batch: Annotated[
         str | None,
         typer.Option(metavar="B,...", help="Batch sizes searched. Default: those measured."),
-    ] = None,
+    ] = None
     by_context: Annotated[
-        bool, typer.Option("--by-context", help="Write vLLM's table by batch size and context.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--by-context",
+            help="Write vLLM's table by batch size and context, at the contexts measured.",
+        ),
+    ] = False
     context: Annotated[
         str | None,
-        typer.Option(
-            metavar="N,...", help="With --by-context: contexts searched. Default: those measured."
-        ),
-    ] = None,
+        typer.Option(metavar="N,...", help="Write vLLM's table by batch size and these contexts."),
+    ] = None
     by_length: Annotated[
         bool,
         typer.Option(
             "--by-length",
             help="Write vLLM's table by sequence length, searched at one --batch (default 1).",
         ),
-    ] = False,
+    ] = False
     out: Annotated[
         Path | None,
         typer.Option(
@@ -82,7 +84,7 @@ def tune(
             help="Write the setting to FILE. Default: the setting goes to standard output and the "
             "table to standard error, unless --json - takes standard output.",
         ),
-    ] = None,
+    ] = None
     check: Annotated[
         bool,
         typer.Option(
@@ -90,41 +92,66 @@ def tune(
             help="Also simulate serving with the setting, no speculation and K = 1, 3, 5 at every "
             "batch size, with other random numbers than the search.",
         ),
-    ] = False,
-    try_out: Annotated[
-        bool,
-        typer.Option(
-            "--try",
-            help="With --engine vllm: also start the engine that --latency was measured on, and "
-            "serve with the setting, no speculation and K = 1, 3, 5, in a closed loop per batch "
-            "size.",
-        ),
-    ] = False,
-    defaults: DefaultsOption = False,
-    requests: Annotated[
-        int | None,
-        typer.Option(min=1, show_default="40", help="With --try: requests in every load."),
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, show_default="1", help="With --try: runs of every policy.")
-    ] = None,
+    ] = False
     resamples: Annotated[
         int | None,
         typer.Option(
             min=4,
             help="Bootstrap resamples over prompts. Default: 1000; 8 for sglang, each served.",
         ),
-    ] = None,
+    ] = None
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the bootstrap and of the requests served.")
-    ] = 0,
-    json: JsonOption = None,
+    ] = 0
+    json: JsonOption = None
+
+
+class Trial(NamedTuple):
+    """How a setting is tried in the engine itself."""
+
+    requests: int
+    repeats: int
+    defaults: bool
+
+
+def search(
+    engine: Annotated[TunedEngine, typer.Option(help="Engine to write settings for.")],
+    inputs: CarriedInputs,
+    graphs: Graphs,
+    searched: Searched,
 ) -> None:
     """Search the draft lengths that give a gain, and write them as the engine's configuration.
 
     Without --out the setting goes to standard output and the table to standard error, so that
     `draftsim tune ... > spec.json` saves the setting.
     """
+    _tune(engine, inputs, graphs, searched)
+
+
+def tried(
+    inputs: CarriedInputs,
+    graphs: Graphs,
+    searched: Searched,
+    engine: Annotated[str, typer.Option(hidden=True)] = "vllm",
+    try_out: Annotated[bool, typer.Option("--try", hidden=True)] = True,
+    defaults: DefaultsOption = False,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in every load.")] = 40,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of every policy.")] = 1,
+) -> None:
+    """Search vLLM's setting, start the vLLM that --latency was measured on, and serve with it.
+
+    No speculation and K = 1, 3, 5 are served next to the setting, in a closed loop per batch size.
+    """
+    if try_out and engine != "vllm":
+        raise DraftsimError(f"--try runs vllm alone: drop it for {engine}")
+    trial = Trial(requests, repeats, defaults)
+    _tune(engine, inputs, graphs, searched, trial if try_out else None)  # false in a file
+
+
+def _tune(
+    engine: str, inputs: CarriedInputs, graphs: Graphs, asked: Searched, trial: Trial | None = None
+) -> None:
+    """Search a setting, print and write it; with `trial`, serve with it in its engine."""
     from simulator.hardware.scaling import bounds_of
     from simulator.targets import parse_targets
     from simulator.tune import launch
@@ -134,30 +161,24 @@ def tune(
     from simulator.tune.single import ONE_REQUEST
     from simulator.unmeasured import said_free
 
-    targets = None if slo is None else parse_targets(slo)
+    targets = None if asked.slo is None else parse_targets(asked.slo)
     recording = inputs.load(chooses="tune")
     launch.check_drafter(engine, recording)
-    recorded = recording.trace
+    recorded, out, json = recording.trace, asked.out, asked.json
+    contexts = asked.context and batch_sizes("--context", asked.context, MOST_CONTEXT)
     search = Search(
-        engine, None if batch is None else batch_sizes("--batch", batch), by_context,
-        None if context is None else batch_sizes("--context", context, MOST_CONTEXT), by_length,
+        engine, None if asked.batch is None else batch_sizes("--batch", asked.batch),
+        asked.by_context, contexts or None, asked.by_length,
     )  # fmt: skip
-    recording = graphs.captured(recording, search.largest(recording.latency))
+    recording = recording.in_graphs(graphs.graphs, search.largest(recording.latency))
     table = inputs.priced(recording)
-    longest = None
-    of_trial = {"--defaults": defaults or None, "--requests": requests, "--repeats": repeats}
-    if given := [name for name, value in of_trial.items() if value is not None and not try_out]:
-        raise DraftsimError(f"{given[0]} needs --try: add it, or drop {given[0]}")
-    if try_out:
-        if engine != "vllm":
-            raise DraftsimError(f"--try runs vllm alone: drop it for {engine}")
+    common: dict[str, Any] = {"slo": targets, "seed": asked.seed}
+    if asked.resamples is not None:
+        common["draws"] = asked.resamples
+    if trial is not None:
         from commands.engine.check import check_trial
 
         longest = check_trial(table)
-    common: dict[str, Any] = {"slo": targets, "seed": seed}
-    if resamples is not None:
-        common["draws"] = resamples
-    if longest is not None:
         common["lengths"] = [k for k in DEFAULT_LENGTHS if k <= longest]
 
     def searched(latency: LatencyTable) -> Tuned:
@@ -174,8 +195,8 @@ def tune(
         for row, found in zip(rows, searched(other).rows, strict=False):
             row |= {f"setting_{name}": found["setting"], f"gain_{name}": found["gain"]}
     say_calibrate([table], max(row["batch"] for row in rows) if rows else 1)
-    if check:
-        _check(recorded, table, tuned, rows, targets, seed)
+    if asked.check:
+        _check(recorded, table, tuned, rows, targets, asked.seed)
     if out is not None:
         # Before anything is tried: what was found is not lost with an engine that fails.
         write_settings(tuned, out)
@@ -191,12 +212,12 @@ def tune(
     if captured:
         more["cudagraph_capture_sizes"] = captured
     tried = []
-    if try_out:
+    if trial is not None:
         from commands.engine.check import try_settings
 
         tried = more["tried"] = try_settings(
-            table, recorded, tuned, requests or 40, repeats or 1, seed, defaults
-        )  # fmt: skip
+            table, recorded, tuned, trial.requests, trial.repeats, asked.seed, trial.defaults
+        )
     # Standard output holds one thing: the JSON asked for, else the setting that no file takes.
     setting_out = out is None and json != "-"
     note(f"{recording.said}, {engine}: {_headline(rows)}")
@@ -204,12 +225,14 @@ def tune(
         "tune", rows, json, more=more,
         printed=lambda: print_table(rows, _columns(rows), stderr=setting_out),
     )  # fmt: skip
-    if tried:
+    if trial is not None and tried:
         from commands.engine.check import TRIED, WITH_DEFAULTS, say_tried
 
         if json is None:
             words = "Tried in vLLM; gains are over no speculation"
-            print_table(tried, (*TRIED, *WITH_DEFAULTS) if defaults else TRIED, words, setting_out)
+            print_table(
+                tried, (*TRIED, *WITH_DEFAULTS) if trial.defaults else TRIED, words, setting_out
+            )
         say_tried(tried, tuned, table)
     for warning in tuned.warnings:
         note(f"warning: {warning}")

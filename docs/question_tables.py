@@ -57,9 +57,9 @@ QUESTIONS = {
         "the draft model still reads every token, which is the difference of the two rows. A "
         "drafter can also force asynchronous scheduling, graphs or prefix caching off: "
         "`draftsim validate engine --run RUN --trace T --load closed:4 --defaults` (also "
-        "`profile engine` and `tune --try`) serves the engine with its own defaults too and prints "
-        "both speedups; [an example](engines.md#which-baseline) has 1.09x over one and 0.99x over "
-        "the other.",
+        "`profile engine` and `tune engine`) serves the engine with its own defaults too and "
+        "prints both speedups; [an example](engines.md#which-baseline) has 1.09x over one and "
+        "0.99x over the other.",
     ),
     "moe": Question(
         "Does it help a mixture of experts?",

@@ -7,54 +7,29 @@ command of the same question would print.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from policies.lengths.basic import Autoregressive
 from policies.registry import PLAIN, is_bound
-from simulator.chosen import Policies, load_serving_policies, swept_policies
-from simulator.recording import (
-    GIVEN,
-    Recording,
-    check_carried,
-    check_models,
-    imputed,
-    load_latency,
-    load_recording,
-    observed_trace,
-    plain_trace,
-)
+from simulator.arguments import Acceptance, axis, checked, listed, told_acceptance
+from simulator.chosen import Policies, swept_policies
+from simulator.recording import check_carried, load_recording
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.sources.found import own_source
-from traces.sources.registry import DRAFT_MODEL
 from traces.store import recordings
-from traces.store.identity import ROLES, model_in
-from traces.store.recordings import Defaulted, find_latency, find_trace
+from traces.store.recordings import Defaulted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from simulator.serving.scenario import Mode
 
-Acceptance = str | Sequence[float]
-Question = TypeVar("Question", bound=Callable[..., Any])
-KINDS: Mapping[str, tuple[str, Any]] = {
-    "int": ("a whole number", Integral), "float": ("a number", Real), "str": ("a text", str),
-    "bool": ("True or False", bool | np.bool_), "Path": ("a path", Path), "Mode": ("a text", str),
-    "Trace": ("a Trace", Trace), "LatencyTable": ("a LatencyTable", LatencyTable),
-    "None": ("None", type(None)),
-}  # fmt: skip
-"""Annotations of arguments that are checked: in words, and as types."""
 DEFAULT_TRACE = Defaulted(recordings.DEFAULT_TRACE)
 """The default recording: its type tells that the caller named none."""
 
@@ -197,37 +172,6 @@ class Study:
         return drawn[min(drawn, key=lambda name: not name.startswith("map_"))]
 
 
-def checked(question: Question) -> Question:
-    """Return `question` such that an argument unlike its annotation is refused in one line.
-
-    A path given for a name counts as its text.  Other annotations than those of `KINDS`, such as
-    axes, are left to the question.
-    """
-    signature = inspect.signature(question)
-
-    @wraps(question)
-    def asked(*given: Any, **named: Any) -> Any:
-        try:
-            bound = signature.bind(*given, **named)
-        except TypeError as error:
-            raise TypeError(f"{question.__name__}() {error}") from None
-        for name, value in bound.arguments.items():
-            expected = str(signature.parameters[name].annotation).split(" | ")
-            if not set(expected) <= set(KINDS):
-                continue
-            kinds = tuple(KINDS[kind][1] for kind in expected)
-            if isinstance(value, Path) and Path not in kinds and str in kinds:
-                bound.arguments[name] = str(value)
-            elif not isinstance(value, kinds) or (
-                isinstance(value, bool) and "bool" not in expected
-            ):
-                words = " or ".join(dict.fromkeys(KINDS[kind][0] for kind in expected))
-                raise DraftsimError(f"{name} is {value!r}, expected {words}")
-        return question(*bound.args, **bound.kwargs)
-
-    return cast("Question", asked)
-
-
 @checked
 def predict(
     trace: str | Trace = DEFAULT_TRACE,
@@ -284,8 +228,11 @@ def predict(
     from simulator.whatif.ranking import winner
 
     notes: list[str] = []
-    asked = split_asked(_listed(policies))
-    recording = _recording(trace, latency, source, notes, acceptance, one_stream=True)
+    asked = split_asked(listed(policies))
+    recording = load_recording(
+        trace, latency, source, acceptance=told_acceptance(acceptance), one_stream=True,
+        say=notes.append,
+    )  # fmt: skip
     compared = compare(
         recording, recording.priced(), asked, recording.rule(verify), say=notes.append,
         alone=isinstance(trace, Trace),
@@ -361,37 +308,36 @@ def serve(
     DraftsimError
         If loads contradict each other, a value is impossible, or as in `predict`.
     """
+    from simulator.loads import prepared
     from simulator.serving import ClosedLoop, Scenario, sweep
-    from simulator.serving.scenario import engine_limits
-    from simulator.serving.study import limits_met, over_loads, shortfalls
+    from simulator.serving.scenario import engine_limits, parse_mode
+    from simulator.serving.study import limits_met, over_loads
     from simulator.targets import Targets, parse_targets
     from simulator.tune.gains import best_within, goodputs, leaders
     from simulator.unmeasured import said_served
 
     notes: list[str] = []
-    policies = _listed(policies)
-    concurrency, rate = _axis("concurrency", concurrency, whole=True), _axis("rate", rate)
-    recording = _recording(trace, latency, source, notes, acceptance, plain=_is_plain(policies))
-    policies, rule = recording.alike(policies, verify, say=notes.append)
-    measured = recording.latency
-    closed = rate is None and arrivals is None
+    policies = listed(policies)
+    recording = load_recording(
+        trace, latency, source, acceptance=told_acceptance(acceptance),
+        plain=_is_plain(policies), say=notes.append,
+    )  # fmt: skip
+    batching, interference = parse_mode(mode)
     limits = engine_limits(
-        measured, mode, not closed, max_batch=max_num_seqs, token_budget=max_num_batched_tokens,
-        kv_blocks=num_gpu_blocks,
+        recording.latency, batching, rate is not None or arrivals is not None,
+        max_batch=max_num_seqs, token_budget=max_num_batched_tokens, kv_blocks=num_gpu_blocks,
     )  # fmt: skip
     base = Scenario(
-        ClosedLoop(1), limits, requests, mode, seed=seed, replications=replications,
-        replicas=replicas, targets=Targets() if slo is None else parse_targets(slo, share=False),
+        ClosedLoop(1), limits, requests, batching, interference, seed=seed,
+        replications=replications, replicas=replicas,
+        targets=Targets() if slo is None else parse_targets(slo, share=False),
     )  # fmt: skip
-    scenarios = over_loads(base, measured, concurrency=concurrency, rate=rate, arrivals=arrivals)
-    notes += [*scenarios[0].arrivals.remarks, *shortfalls(scenarios)]
-    largest = max(scenario.largest_batch for scenario in scenarios)
-    measured.check_sizes("target", "forward", largest, 1)
-    table = recording.in_graphs(None, largest).priced(largest)
-    chosen = load_serving_policies(
-        policies, recording.trace, table, mode, largest=largest, say=notes.append
-    )
-    rows = sweep(recording.trace, table, chosen, scenarios, rule=rule)
+    scenarios = over_loads(
+        base, recording.latency, concurrency=axis("concurrency", concurrency, whole=True),
+        rate=axis("rate", rate), arrivals=arrivals, say=notes.append,
+    )  # fmt: skip
+    study = prepared(recording, scenarios, policies, verify, say=notes.append)
+    rows = sweep(*study)
     notes += [*limits_met(rows), *said_served(rows)]
     best = {
         one.load: None if not one.served else one.policy if one.policy and one.ratio > 1 else PLAIN
@@ -461,33 +407,32 @@ def plan(
     """
     from simulator import capacity
     from simulator.executors import Local
-    from simulator.serving import Limits, Scenario
+    from simulator.loads import prepared
+    from simulator.serving import Scenario
     from simulator.serving.arrivals import arrivals_of
+    from simulator.serving.scenario import engine_limits
     from simulator.targets import parse_targets
     from simulator.unmeasured import said_served
 
-    targets = parse_targets(slo)
     notes: list[str] = []
-    policies = _listed(policies)
-    recording = _recording(
-        trace, latency, source, notes, acceptance, "a plan", plain=_is_plain(policies)
-    )
-    policies, rule = recording.alike(policies, verify, say=notes.append)
-    measured = recording.latency
-    limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
-    measured.check_sizes("target", "forward", limits.max_batch, 1)
-    table = recording.in_graphs(None, limits.max_batch).priced(limits.max_batch)
+    policies = listed(policies)
+    recording = load_recording(
+        trace, latency, source, acceptance=told_acceptance(acceptance), chooses="a plan",
+        plain=_is_plain(policies), say=notes.append,
+    )  # fmt: skip
+    limits = engine_limits(
+        recording.latency, max_batch=max_num_seqs, token_budget=max_num_batched_tokens,
+        kv_blocks=num_gpu_blocks,
+    )  # fmt: skip
     base = Scenario(
         arrivals_of(rate, arrivals), limits, warmup=0.2, seed=seed, replications=replications,
-        targets=targets,
+        targets=parse_targets(slo),
     )  # fmt: skip
-    notes += base.arrivals.remarks
-    chosen = load_serving_policies(
-        policies, recording.trace, table, largest=limits.max_batch, say=notes.append
-    )
+    study = prepared(recording, [base], policies, verify, say=notes.append)
     rows = capacity.plan(
-        recording.trace, table, chosen, base, rate, rule=rule, requests=requests,
-        most=max_replicas, gpus=gpus, price=price, curve=curve, executor=Local(),
+        study.trace, study.latency, study.policies, base, rate, rule=study.rule,
+        requests=requests, most=max_replicas, gpus=gpus, price=price, curve=curve,
+        executor=Local(),
     )  # fmt: skip
     notes += said_served(rows)
     able = [row for row in rows if row["replicas"] is not None and not is_bound(row["policy"])]
@@ -560,19 +505,22 @@ def sweep(
     from traces.operators.devices import find_device
 
     notes: list[str] = []
-    ratios, rates = _axis("c", c) or (), _axis("alpha", alpha) or ()
-    lengths = _axis("gamma", gamma, whole=True) or ()
-    sizes = _axis("concurrency", concurrency, whole=True) or ()
-    contexts = _axis("context", context, whole=True, none=True)
-    devices = _listed(gpus) or []
+    ratios, rates = axis("c", c) or (), axis("alpha", alpha) or ()
+    lengths = axis("gamma", gamma, whole=True) or ()
+    sizes = axis("concurrency", concurrency, whole=True) or ()
+    contexts = axis("context", context, whole=True, none=True)
+    devices = listed(gpus) or []
     by_ratio = bool(ratios) and latency is None and not devices
-    recording = _recording(trace, latency, source, notes, acceptance, "a sweep", by_ratio=by_ratio)
+    recording = load_recording(
+        trace, latency, source, acceptance=told_acceptance(acceptance), chooses="a sweep",
+        by_ratio=by_ratio, one=not by_ratio, say=notes.append,
+    )  # fmt: skip
     tables = recording.swept(ratios, max(sizes, default=1))
     if devices:
         check_carried(recording.source, recording.recordings)
     names = tuple(find_device(str(name)).name for name in devices)
     prices = Prices(ratios, tables, [None] if contexts is None else contexts, verify_ratio, names)
-    chosen = swept_policies(_listed(policies), lengths, recording.trace, notes.append)
+    chosen = swept_policies(listed(policies), lengths, recording.trace, notes.append)
     study = Sweep(
         recording.trace, chosen, prices, rates, sizes, method=tilt, resamples=resamples, seed=seed
     )
@@ -583,107 +531,10 @@ def sweep(
     return Study(frame, fastest(fit), tuple(notes))
 
 
-def _recording(
-    trace: str | Trace, latency: str | LatencyTable | None, source: str | None, notes: list[str],
-    acceptance: Acceptance | None = None, chooses: str | None = None, by_ratio: bool = False,
-    one_stream: bool = False, plain: bool = False,
-) -> Recording:  # fmt: skip
-    """Return the recording that the arguments of `predict` describe; `notes` gets its remarks.
-
-    If only plain decoding is asked for (`plain`) at named latencies, no recording is needed.
-    """
-    option = trace.option if isinstance(trace, Defaulted) else None
-    made_up = acceptance is not None
-    if acceptance is not None:
-        if not isinstance(acceptance, str):
-            acceptance = _axis("acceptance", acceptance) or ()
-        named = "object" if isinstance(trace, Trace) else trace
-        trace, outputs = observed_trace(
-            acceptance, notes.append, named=None if option else named,
-            source=source, costs=latency is not None or by_ratio,
-        )  # fmt: skip
-        option = None
-    elif isinstance(trace, Trace):
-        return _given(trace, latency, source, by_ratio, notes, chooses)
-    elif plain and option and latency is not None:
-        (trace, outputs), option, made_up = plain_trace(), None, True
-    else:
-        outputs = find_trace(trace)
-    if isinstance(latency, LatencyTable):
-        tables = {GIVEN: latency}
-    elif by_ratio:
-        tables = {}
-    else:
-        tables = {latency or trace: load_latency(latency, trace, notes.append)}
-    return load_recording(
-        trace, outputs, tables, source, given=latency is not None, option=option, chooses=chooses,
-        one=not by_ratio, one_stream=one_stream and acceptance is None, observed=made_up,
-        say=notes.append,
-    )  # fmt: skip
-
-
-def _given(
-    trace: Trace, latency: str | LatencyTable | None, source: str | None, by_ratio: bool,
-    notes: list[str], chooses: str | None,
-) -> Recording:  # fmt: skip
-    """Return a recording made of a trace and latencies that were given as objects.
-
-    A note says so if the latencies are of other models.  Raises DraftsimError if they are of
-    another drafter: no folder holds other drafts of the trace.
-    """
-    if source is not None:
-        raise DraftsimError(
-            "source chooses the drafter of a named recording: give the trace by its name, or one "
-            "of traces.sources.find_drafted"
-        )
-    if latency is None and not by_ratio:
-        raise DraftsimError("a trace alone says nothing of what passes cost: give latency as well")
-    tables = {}
-    if latency is not None:
-        found = find_latency(latency) if isinstance(latency, str) else latency
-        tables = {latency if isinstance(latency, str) else GIVEN: found}
-        if trace.source == DRAFT_MODEL:
-            own_source(found, trace, {})
-        else:
-            found.drafter(trace.drafter)
-    models = {role: model_in(trace.meta, role) for role in ROLES}
-    check_models("trace", models, tables, None, None, notes.append)
-    trace = imputed("trace", trace, chooses, notes.append)
-    return Recording("trace", trace, trace, tables, models, "", None, {})
-
-
 def _is_plain(policies: Policies | None) -> bool:
     """Return True if there are policies, and none of them drafts."""
     # A subclass may draft.
     return bool(policies) and all(p == PLAIN or type(p) is Autoregressive for p in policies or ())
-
-
-def _listed(given: Any) -> list[Any] | None:
-    """Return the values of an argument in a list, those of numpy as Python's own; one alone counts.
-
-    None stays None.
-    """
-    if given is None:
-        return None
-    given = given.tolist() if isinstance(given, np.ndarray) else given
-    many = isinstance(given, Iterable) and not isinstance(given, str)
-    return [v.item() if isinstance(v, np.generic) else v for v in (given if many else [given])]
-
-
-def _axis(name: str, given: Any, whole: bool = False, none: bool = False) -> list[Any] | None:
-    """Return the numbers of an axis (`_listed`); ``none``: None may be one of them.
-
-    DraftsimError if one is no (`whole`) number.
-    """
-    values = _listed(given)
-    for value in values or ():
-        if value is None and none:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value % 1):
-            raise DraftsimError(f"{name} holds {value!r}, expected {'whole ' * whole}numbers")
-    if values is None or not whole:
-        return values
-    return [None if value is None else int(value) for value in values]
 
 
 def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from policies.rules.base import VerifyRule
-from simulator.chosen import Text, load_rule, one_rule
+from simulator.chosen import load_rule
 from traces.acceptance.survival import impute
-from traces.acceptance.synthetic import OUTPUT, trace_by_position
+from traces.acceptance.synthetic import PLAIN_DECODING
 from traces.acceptance.trace import UNKNOWN, Trace
 from traces.aliases import Say, silent
 from traces.digits import counted
@@ -35,16 +36,19 @@ from traces.store.identity import (
     same_model,
 )
 from traces.store.operators import at_depths, in_graphs
-from traces.store.recordings import find_latency, find_trace, folder_of, models_of, pair_label
+from traces.store.recordings import (
+    Defaulted,
+    find_latency,
+    find_trace,
+    folder_of,
+    models_of,
+    pair_label,
+)
 
-if TYPE_CHECKING:
-    from simulator.aggregate.positions import Positions
-
-FEWEST, REQUESTS = 20, 200
-"""Requests that acceptance by position is replayed as: at least for an interval, and at most."""
 COMMON_LENGTH = 8
 """Tokens that policies commonly draft up to."""
 Tables = Mapping[str, LatencyTable]
+Costs = str | LatencyTable | Tables | None
 Models = Mapping[str, Mapping[str, Any]]
 
 
@@ -160,14 +164,6 @@ class Recording:
             check_rule(rule, source, self.outputs)
         return rule
 
-    def alike(
-        self, texts: Sequence[Text] | None, verify: str | None, memory: Path | None = None,
-        say: Say = silent,
-    ) -> tuple[Sequence[Text] | Sequence[str] | None, VerifyRule | None]:  # fmt: skip
-        """Return policies and the rule by which all of them are verified (`one_rule`, `rule`)."""
-        policies, verify = one_rule(texts, verify, say)
-        return policies, self.rule(verify, memory)
-
     def in_graphs(self, graphs: CUDAGraphs | None, largest: int) -> Recording:
         """Return the recording with its latencies in these graphs (`traces.store.operators`)."""
         tables = {name: in_graphs(t, graphs, largest) for name, t in self.tables.items()}
@@ -248,109 +244,6 @@ def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = sile
     return filled
 
 
-def observed_trace(
-    told: str | Sequence[float], say: Say = silent, sizes: Mapping[str, int] | None = None, *,
-    named: str | None = None, source: str | None = None, costs: bool = True,
-) -> tuple[str, Trace]:  # fmt: skip
-    """Return a name and a trace of acceptance that a server counted; `say` is told whose it is.
-
-    ``told`` is a text as `read_acceptance` takes, or chances that the first 1, 2, ... tokens are
-    all accepted.  ``sizes`` are the requests' ``prompt_length`` and ``tokens``, by default the
-    server's.
-
-    Raises DraftsimError if it cannot be read, a recording (`named`) or a `source` was named as
-    well, or nothing says what passes cost (`costs`).
-    """
-    if named is not None:
-        raise DraftsimError(f"--acceptance and --trace {named} are two acceptances: give one")
-    if source is not None:
-        raise DraftsimError(
-            f"--acceptance is that of your drafter, and --source {source} names one: drop one"
-        )
-    if not costs:
-        raise DraftsimError(
-            "--acceptance says nothing of what passes cost: give --latency, such as costs of "
-            "`draftsim calibrate RUNS --out FILE` or const:target=SECONDS,draft=SECONDS"
-        )
-    from simulator.aggregate.observed import read_acceptance
-    from simulator.aggregate.positions import of_survival
-
-    found = (
-        read_acceptance(told) if isinstance(told, str)
-        else of_survival(",".join(f"{chance:g}" for chance in told), told)
-    )  # fmt: skip
-    size = {**found.sizes, **(sizes or {})}
-    alike = _alike(found, size.get("tokens", OUTPUT))
-    trace = trace_by_position(
-        found.survival, requests=min(max(alike, FEWEST), REQUESTS), meta=found.meta, **size
-    )
-    one = trace.requests[0]
-    say(
-        f"{found.said}: {counted(len(trace.requests), 'request')} of {one.prompt_length} prompt "
-        f"and {one.tokens} output tokens, rounds drawn independently, {said_longest(trace)}"
-    )
-    if found.error is not None:
-        say(
-            f"{found.label}: tokens per round are known to within ±{found.error:.1%} (95%) from "
-            f"{counted(found.rounds or 0, 'round')}"
-            + (", too few for the intervals, which are narrower" if alike < FEWEST else "")
-        )
-    if found.note:
-        say(f"{found.label}: {found.note}")
-    return found.named, trace
-
-
-def _alike(found: Positions, tokens: int) -> int:
-    """Return how many requests of that many output tokens have the rounds that were counted.
-
-    Intervals over this many requests are as wide as the counts are uncertain.
-    """
-    if found.rounds is None:
-        return REQUESTS
-    return round(found.rounds * (1 + sum(found.survival)) / tokens)
-
-
-def said_longest(trace: Trace) -> str:
-    """Return in words how long the recorded drafts are at most."""
-    if trace.max_gamma is None:
-        return "drafts of any length"
-    return f"drafts of up to {counted(trace.max_gamma, 'token')}"
-
-
-PLAIN_DECODING = "plain decoding"
-"""Source of a trace that drafts nothing."""
-
-
-def plain_trace(sizes: Mapping[str, int] | None = None) -> tuple[str, Trace]:
-    """Return a name and a trace for plain decoding, which drafts nothing.
-
-    ``sizes`` are the requests' ``prompt_length`` and ``tokens`` (`trace_by_position`); None if a
-    file of arrivals has them.
-    """
-    trace = trace_by_position((0.0,), **(sizes or {}), meta={"source": PLAIN_DECODING})
-    one = trace.requests[0]
-    if sizes is None:
-        return PLAIN_DECODING, trace
-    return f"requests of {one.prompt_length} prompt and {one.tokens} output tokens", trace
-
-
-def load_latency(name: str | None, trace_name: str, say: Say = silent) -> LatencyTable:
-    """Return the latency table called `name`, by default the one recorded with the trace.
-
-    ``say`` is told how the table is known.
-    Raises DraftsimError if the trace is a file by itself, as in a log, and none is named.
-    """
-    if name is None and folder_of(trace_name) is None:
-        raise DraftsimError(
-            f"{trace_name} says nothing of what passes cost: give --latency: a run folder, a "
-            "recording (`draftsim list`) or const:target=SECONDS,draft=SECONDS"
-        )
-    table = find_latency(trace_name if name is None else name)
-    if said := table.meta.get("said"):
-        say(str(said))
-    return table
-
-
 def load_source(text: str | None) -> Source | None:
     """Return the source that `text` describes; None for the draft model."""
     if text is None or text == DRAFT_MODEL:
@@ -362,70 +255,102 @@ def load_source(text: str | None) -> Source | None:
 
 
 def load_recording(
-    name: str, outputs: Trace, tables: Tables, source: str | None = None, *,
-    given: bool = False, option: str | None = None, chooses: str | None = None,
-    carry: Callable[[Tables], Tables] | None = None, assume_batch_free: bool = False,
-    one: bool = True, one_stream: bool = False, one_pass: bool = False, observed: bool = False,
-    say: Say = silent, announce: Say | None = None,
+    name: str | Trace, latency: Costs = None, source: str | None = None, *,
+    acceptance: str | Sequence[float] | None = None, sizes: Mapping[str, int] | None = None,
+    plain: bool = False, by_ratio: bool = False, one: bool = True, one_stream: bool = False,
+    one_pass: bool = False, assume_batch_free: bool = False, chooses: str | None = None,
+    carry: Callable[[Tables], Tables] | None = None, from_environment: bool = False,
+    say: Say = silent,
 ) -> Recording:  # fmt: skip
-    """Return the recording called `name`, the latencies to price it with, and who drafts.
+    """Return the recording that is asked for, the latencies to price it with, and who drafts.
 
-    Everything that predicts takes recordings from here, so that all of it drafts with the same
+    All commands and Python take recordings from here, so that all of them draft with the same
     drafter: the `source` named, else the one that the latencies were measured with, else the one
     that the recording's own latencies were measured with.
 
     Parameters
     ----------
-    name, outputs:
-        Trace file, run folder or bundled recording, and the trace found there.
-    tables, given:
-        Latencies by name, and True if the user named them; False if they are the recording's own.
-    option:
-        The option that would have named the recording, if the user named none.
+    name:
+        Trace file, run folder or bundled recording, or a trace.
+    latency:
+        A name, a table, or tables by name; None: the recording's own.
+    acceptance, sizes:
+        Instead of a recording: acceptance by position (`observed_trace`).
+    plain, by_ratio:
+        True if only plain decoding is asked for, so that named latencies need no recording, and if
+        cost ratios price the rounds where no latency is named.
+    one:
+        True if exactly one table is expected.
+    one_stream:
+        True if a `source` named may be any: unless it is the recording's own, the caller replays
+        it one request at a time (`Recording.stream`).
+    one_pass, assume_batch_free:
+        True if the drafter, which is not recorded, drafts all tokens of a round in one pass, and if
+        latencies of one batch size hold for every other.
     chooses:
         The command that could not choose between lower bounds (`imputed`).
     carry:
         Carries the tables over to another device, which needs the models' shapes; applied if `one`.
-    one:
-        True if exactly one table is expected.
-    one_stream:
-        True if a `source` named may be any: the caller replays it one request at a time
-        (`Recording.stream`), unless it is the recording's own.
-    one_pass:
-        True if the drafter, which is not recorded, drafts all tokens of a round in one pass.
-    observed:
-        True if `outputs` is an `observed_trace`, which has no folder and no drafter.
+    from_environment:
+        True if the environment names the default recording.
     say:
-        Told which drafter drafts.
-    announce:
-        Told whose acceptance is priced at whose costs, if the models differ; by default `say`.
+        Told which drafter drafts, and whose acceptance is priced at whose costs.
 
     Raises DraftsimError if the latencies are of other models than a recording that the user did not
     name, the drafts of the source were not recorded, or one of its parts raises it.
     """
+    given, named = latency is not None, not isinstance(name, Defaulted) and not from_environment
+    observed = acceptance is not None or (plain and given and not named)
+    alone = isinstance(name, Trace) and not observed
+    option = name.option if isinstance(name, Defaulted) and not observed else None
+    if observed:
+        from simulator.aggregate.observed import observed_trace, plain_trace
+    if acceptance is not None:
+        called, outputs = observed_trace(
+            acceptance, say, sizes, source=source, costs=given or by_ratio,
+            named=None if not named else "object" if isinstance(name, Trace) else name,
+        )  # fmt: skip
+    elif observed:
+        called, outputs = plain_trace(sizes)
+    elif not isinstance(name, Trace):
+        called, outputs = name, find_trace(name)
+    elif source is not None:
+        by = "give the trace by its name, or one of traces.sources.find_drafted"
+        raise DraftsimError(f"--source chooses the drafter of a named recording: {by}")
+    elif not given and not by_ratio:
+        raise DraftsimError("a trace alone does not say what passes cost: give --latency as well")
+    else:
+        called, outputs = "trace", name
+    told: list[str] = []
+    tables = load_tables(latency, called, by_ratio, assume_batch_free, told.append)
     if one:
         only_table(tables)
-    stream = load_source(source) if one_stream and source is not None else None
-    drafter: Source | None = None
+    stream, drafter = load_source(source) if one_stream else None, None
     recordings: Recordings = {}
-    if stream is not None and not observed:
-        recordings = find_recordings(name, outputs)
+    if alone:  # no folder holds other drafts of it
+        for table in tables.values():
+            if outputs.source == DRAFT_MODEL:
+                own_source(table, outputs, {})
+            else:
+                table.drafter(outputs.drafter)
+    elif stream is not None and not observed:
+        recordings = find_recordings(called, outputs)
         if _is_own(stream, next(iter(tables.values())), recordings):
             stream, drafter = None, stream
     elif not observed:
-        drafter, recordings = _drafter(name, outputs, tables, source, given, option is None, say)
+        drafter, recordings = _drafter(called, outputs, tables, source, given, option is None, say)
     chosen = stream if drafter is None else drafter
     if chosen is not None:
         recordings = chosen.completed(outputs, recordings)
+    models: Models = {role: model_in(outputs.meta, role) for role in ROLES}
     if observed:
-        models: Models = {"target": model_in(outputs.meta, "target"), "draft": {}}
-    else:
-        models = models_of(name, outputs)
+        models = {**models, "draft": {}}
+    elif not alone:
+        models = models_of(called, outputs)
     if given:
-        check_models(name, models, tables, drafter, option, announce or say)
-    for table in tables.values():
-        if remark := table.meta.get("remark"):
-            say(str(remark))
+        check_models(called, models, tables, drafter, option, say)
+    for line in [*told, *(str(t.meta["remark"]) for t in tables.values() if t.meta.get("remark"))]:
+        say(line)
     if one_pass and chosen is not None:
         raise DraftsimError(
             "--one-pass is for acceptance without a known drafter, and the passes of "
@@ -434,16 +359,15 @@ def load_recording(
     if carry is not None:
         check_carried(drafter, recordings, one_pass)
         tables = carry(tables) if one else tables
-    trace = outputs = imputed(name, outputs, chooses, say)
+    trace = outputs = imputed(called, outputs, chooses, say)
     if drafter is not None:
         check_drafts(drafter, recordings)
         trace = drafted_trace(outputs, drafter, recordings)
-        say(f"drafting with {trace.source}, {said_longest(trace)}")
-    by = "" if drafter is None else trace.source
-    by = by if stream is None else stream.label(recordings)
+        say(f"drafting with {trace.source}, {trace.said_longest}")
+    by = trace.source if drafter is not None else "" if stream is None else stream.label(recordings)
     label = _label(models, tables, by, is_drawn(outputs))
     found = Recording(
-        name, outputs, trace, tables, models, label, drafter, recordings, assume_batch_free,
+        called, outputs, trace, tables, models, label, drafter, recordings, assume_batch_free,
         stream, observed, one_pass,
     )  # fmt: skip
     if chosen is not None and chosen.runs_layers and found.said_depths:
@@ -451,30 +375,47 @@ def load_recording(
     return found
 
 
+def load_tables(
+    latency: Costs, name: str, by_ratio: bool, assume_batch_free: bool, say: Say
+) -> Tables:
+    """Return the latencies of `load_recording`; `say` is told how they are known.
+
+    Raises DraftsimError if none is named, and the recording is a file by itself.
+    """
+    if isinstance(latency, LatencyTable):
+        tables: Tables = {GIVEN: latency}
+    elif isinstance(latency, str) or (latency is None and not by_ratio):
+        if latency is None and folder_of(name) is None:
+            raise DraftsimError(
+                f"{name} says nothing of what passes cost: give --latency: a run folder, a "
+                "recording (`draftsim list`) or const:target=SECONDS,draft=SECONDS"
+            )
+        tables = {latency or name: find_latency(latency or name)}
+    else:
+        tables = latency or {}
+    for said in dict.fromkeys(table.meta.get("said") for table in tables.values()):
+        if said:
+            say(str(said))
+    if assume_batch_free:
+        tables = {label: table.assumed_batch_free() for label, table in tables.items()}
+    return tables
+
+
 def check_carried(drafter: Source | None, recordings: Recordings, one_pass: bool = False) -> None:
     """Raise DraftsimError if the drafter's passes cannot be extrapolated to another device."""
-    if one_pass:
-        raise DraftsimError(
-            "--gpu and --weights extrapolate by the models' shapes, and with --one-pass the "
-            "drafter's is not known: drop them"
-        )
-    if drafter is not None:
-        raise DraftsimError(
-            f"--gpu and --weights extrapolate by the models' shapes, and that of "
-            f"{drafter.label(recordings)} is not kept: measure on the GPU (`draftsim profile "
-            "--device cuda`), or give a recording of a draft model"
-        )
+    if drafter is None and not one_pass:
+        return
+    lacks = "with --one-pass the drafter's is not known: drop them" if drafter is None else (
+        f"that of {drafter.label(recordings)} is not kept: measure on the GPU (`draftsim profile "
+        "--device cuda`), or give a recording of a draft model"
+    )  # fmt: skip
+    raise DraftsimError(f"--gpu and --weights extrapolate by the models' shapes, and {lacks}")
 
 
 def _drafter(
-    name: str,
-    outputs: Trace,
-    tables: Tables,
-    source: str | None,
-    given: bool,
-    chosen: bool,
+    name: str, outputs: Trace, tables: Tables, source: str | None, given: bool, chosen: bool,
     say: Say,
-) -> tuple[Source | None, Recordings]:
+) -> tuple[Source | None, Recordings]:  # fmt: skip
     """Return the source that drafts, and the recordings of sources along the outputs.
 
     None is for the drafts of the trace itself; ``chosen`` is True if the user named the recording.
@@ -522,12 +463,9 @@ def _is_own(source: Source, latency: LatencyTable, recordings: Recordings) -> bo
 
 def _own_latency(name: str) -> LatencyTable | None:
     """Return the latencies in the folder of the recording with this name, if there are any."""
-    if folder_of(name) is None:
-        return None
-    try:
-        return find_latency(name)
-    except FileError:
-        return None
+    with suppress(FileError):
+        return None if folder_of(name) is None else find_latency(name)
+    return None
 
 
 GIVEN = "the given latencies"
@@ -547,7 +485,6 @@ def check_models(
     Where the user named both, a note says whose acceptance and whose costs are used.  Latencies
     that were recorded with the same trace fit, whatever an engine called their models.
     """
-
     pair = pair_label(known, {}) or "models it does not name"
     costs: list[str] = []
     for label, table in tables.items():
@@ -559,37 +496,28 @@ def check_models(
         if is_named_by_folder(said):  # another name of the folder is no other model
             same = {role: found or None for role, found in same.items()}
         differ = [role for role in roles if same[role] is False]
-        whose = " + ".join(filter(None, map(model_label, said.values())))
         told = same["target"] is not None or table.is_constant
-        given = label == GIVEN  # an object, which no option names
-        named = label if given else f"--latency {label}"
-        unnamed = f"{'do not name their' if given else 'does not name its'} models"
         if differ:
             other = f"{' and '.join(differ)} {'differ' if len(differ) > 1 else 'differs'}"
-            if option is not None:
-                remedy = "name the recording to draft from" + (
-                    "" if given else f", {option} {label}"
-                )
-                if not given and not _has_trace(label):
-                    remedy = (
-                        "add an acceptance: --acceptance 0.72,0.50,0.33 from your server's log, or "
-                        f"{option} {name} to borrow that pair's"
-                    )
-                raise DraftsimError(
-                    f"{named}: the {other} from the default recording's, {name} ({pair}): {remedy}"
-                )
+            whose = " + ".join(filter(None, map(model_label, said.values())))
             costs.append(f"{label} ({whose}: the {other})")
-        elif option is not None and known["target"] and not (told and said["target"]):
-            if not table.is_constant:
-                raise DraftsimError(
-                    f"{named} {unnamed}, and the default recording {name} is of {pair}: name the "
-                    "recording whose acceptance fits" + ("" if given else f", {option} RUN "
-                    f"(`draftsim import` makes one from a server's log; {option} {name} is the "
-                    "default)")
-                )  # fmt: skip
-            costs.append(label + ("" if given else f"; {option} names another recording"))
-        elif known["target"] and not told:
-            costs.append(f"{label}, which {unnamed}")
+            wrong = f": the {other} from the default recording's, {name} ({pair})"
+        elif known["target"] and not (told and (said["target"] or option is None)):
+            unnamed = "do not name their" if label == GIVEN else "does not name its"
+            another = f"; {option} names another recording" if label != GIVEN else ""
+            costs.append(label + (another if option else f", which {unnamed} models"))
+            wrong = f" {unnamed} models, and the default recording {name} is of {pair}"
+        else:
+            continue
+        if option is not None and (differ or not table.is_constant):
+            remedy = "" if label == GIVEN else f", {option} {label}" if _has_trace(label) else (
+                f", {option} RUN, or add its acceptance, --acceptance 0.72,0.50,0.33 from your "
+                f"server's log ({option} {name} borrows that pair's)"
+            )  # fmt: skip
+            raise DraftsimError(
+                f"{label if label == GIVEN else f'--latency {label}'}{wrong}: name the recording "
+                f"to draft from{remedy}"
+            )
     if costs:
         whose = name.removeprefix("acceptance of ")
         say(f"acceptance of {whose} ({pair}) at the costs of {', '.join(costs)}")
@@ -601,19 +529,17 @@ def _share_trace(name: str, label: str) -> bool:
     Only the latency.parquet of a folder is recorded with the folder's trace.
     """
     path = Path(label)
-    try:
+    with suppress(FileError):
         folder = folder_of(path.parent if path.name == "latency.parquet" else label)
         return folder is not None and folder == folder_of(name)
-    except FileError:
-        return False
+    return False
 
 
 def _has_trace(label: str) -> bool:
     """Return True if the name of latencies is a recording's, with a pair's own trace as well."""
-    try:
+    with suppress(FileError):
         return folder_of(label) is not None and not is_drawn(find_trace(label))
-    except FileError:
-        return False
+    return False
 
 
 def is_drawn(trace: Trace) -> bool:

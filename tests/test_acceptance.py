@@ -14,9 +14,8 @@ from policies.lengths.basic import Fixed
 from simulator.aggregate.acceptance import extended, pick_curve, read_curves
 from simulator.aggregate.benches import latency_table
 from simulator.aggregate.hazard import HAZARD, emitted_at, lengths
-from simulator.aggregate.observed import read_acceptance
+from simulator.aggregate.observed import observed_trace, read_acceptance
 from simulator.aggregate.server import ServerRun, calibrate
-from simulator.recording import observed_trace
 from simulator.summary import summarize
 from tests.conftest import Run, few_draws
 from tests.logs import vllm_counters

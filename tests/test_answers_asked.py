@@ -61,14 +61,15 @@ RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
          "--batch belongs to `draftsim sweep grid`; this is `draftsim sweep ladder`: drop it"),
         (("sweep", "--tune", "--context", "5"),
          "--context belongs to `draftsim sweep grid`; --tune chooses `draftsim sweep tune`"),
-        (("serve", *PLAIN, "--max-batch", "2"), "leave out --max-batch (max_num_seqs)"),
+        (("serve", *PLAIN, "--max-batch", "2"), "leave out --max-batch"),
         (("serve", *GIVEN, "--mode", "pearl", "--kv-blocks", "9"), "leave out --kv-blocks"),
         (("serve", *GIVEN, "--mode", "static", "--token-budget", "9"), "leave out --token-budget"),
         (("serve", *GIVEN, "--mode", "pearl", "--one-pass"), "drop --one-pass"),
         (("serve", *PLAIN, "--batch", "1", "--kv-blocks", "10000000000000"), "expected 1 to"),
         (("capacity", *ANY_BATCH, "--rate", "1", "--slo", "tpot=1s", "--requests", "0"),
          "--requests is 0"),
-        (("tune", *GIVEN, "--engine", "hf", "--requests", "7"), "--requests needs --try"),
+        (("tune", *GIVEN, "--engine", "hf", "--requests", "7"),
+         "--requests belongs to `draftsim tune engine`"),
         (("breakeven", "bench", RESULTS, "--gpu", "a100"),
          "--gpu belongs to `draftsim breakeven surface`"),
         (("breakeven", "bench", RESULTS, "--trace", "smollm2-cpu"),
@@ -110,7 +111,7 @@ RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
         (("calibrate-memory", "--out", "none.npz", "--split", "0"), "--split is 0"),
         (("calibrate-memory", "--out", "none.npz", "--rest", "none.parquet"), "no prompt is left"),
         (("serve", *PLAIN, "--rate", "1e-15"), "--rate holds 1e-15, expected 1e-06 to 1e+09"),
-        (("capacity", *PLAIN, "--rate", "1e308", "--slo", "ttft=1s"), "--rate: expected a value"),
+        (("capacity", *PLAIN, "--rate", "1e308", "--slo", "ttft=1s"), "--rate holds 1e+308"),
         (("simulate", "--latency", "const:target=1e308,draft=1"), "expected at most 1e+09 s"),
     ],
 )  # fmt: skip
@@ -411,9 +412,9 @@ def test_failed_requests_of_a_benchmark_are_said(run: Run, tmp_path: Path) -> No
 
 
 def test_a_limit_without_effect_is_refused_in_python_too() -> None:
-    with pytest.raises(DraftsimError, match=r"leave out --kv-blocks \(num_gpu_blocks\)"):
+    with pytest.raises(DraftsimError, match=r"leave out num_gpu_blocks$"):
         draftsim.serve("bundled", mode="pearl", concurrency=[1], num_gpu_blocks=9)
-    with pytest.raises(DraftsimError, match="leave out --max-batch"):
+    with pytest.raises(DraftsimError, match="leave out max_num_seqs"):
         draftsim.serve("bundled", concurrency=[1], max_num_seqs=4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import draftsim
 from policies import Autoregressive, BatchPolicy, DraftPolicy, Fixed, GammaTune, Oracle, RateOptimal
 from policies.core import DraftToken, Load
 from policies.registry import is_bound
+from simulator.arguments import as_parameters
 from simulator.chosen import load_policies, load_serving_policies
 from simulator.serving import ClosedLoop, Scenario
 from simulator.serving.study import over_loads
@@ -138,7 +140,7 @@ def test_predict_lists_the_methods_that_simulate_lists(run: Run) -> None:
     assert {"pld", "gammatune+csd"} <= set(some["policy"])
     looked_up = draftsim.predict("bundled", source="pld", policies=SOME, resamples=20).table
     assert set(looked_up["source"][1:]) == {"pld"}
-    with pytest.raises(draftsim.DraftsimError, match=r"is a method, .* of its own: drop --verify"):
+    with pytest.raises(draftsim.DraftsimError, match=r"is a method, .* of its own: drop verify"):
         draftsim.predict("bundled", policies=["pld"], verify="csd")
 
 
@@ -410,7 +412,27 @@ def test_python_and_the_command_refuse_with_the_same_line(
         call()
     ran = run(*command.split())
     assert ran.code == 2
-    assert ran.err.splitlines()[-1] == f"draftsim: {refused.value}"
+    line = ran.err.splitlines()[-1].removeprefix("draftsim: ")
+    # A question names its parameters; a class that only commands use, the options.
+    assert str(refused.value) in (as_parameters(line, ARGUMENTS), line)
+
+
+QUESTIONS = (draftsim.predict, draftsim.serve, draftsim.plan, draftsim.sweep)
+ARGUMENTS = {name for question in QUESTIONS for name in inspect.signature(question).parameters}
+
+
+def test_errors_and_notes_in_python_name_parameters() -> None:
+    for call, said in (
+        (partial(draftsim.serve, concurrency=1, rate=1.0), r"\(concurrency\) .* rate and arrivals"),
+        (partial(draftsim.serve, concurrency=1, max_num_seqs=3), "leave out max_num_seqs$"),
+        (partial(draftsim.plan, slo="ttft=1", rate=1.0, price=-1.0), "^price is -1.0"),
+        (partial(draftsim.predict, latency="bundled"), "draft from, trace bundled$"),
+        (partial(draftsim.predict, acceptance="0.7"), "give latency, .* RUNS --out FILE`"),
+    ):  # fmt: skip
+        with pytest.raises(draftsim.DraftsimError, match=said):
+            call()
+    found = draftsim.serve(concurrency=[8], requests=8, policies="autoregressive")
+    assert "8 requests never fill 8 at a time: give requests 80 or more" in found.notes
 
 
 @pytest.mark.usefixtures("nothing_named")

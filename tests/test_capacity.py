@@ -448,7 +448,9 @@ def test_the_command_answers_in_words_and_rows(
     ("arguments", "message"),
     [
         (("--slo", "ttft=0.5"), "give --rate or --arrivals"),
-        (("--slo", "ttft=0.5", "--rate", 0), "--rate: expected a value greater than or equal"),
+        (("--slo", "ttft=0.5", "--rate", 0), "--rate holds 0, expected 1e-06 to"),
+        (("--slo", "ttft=0.5", "--rate", "1,2"), "--rate is 1,2: a plan is for one rate"),
+        (("--slo", "ttft=0.5", "--rate", "2x"), "there is no load: give --rate or --arrivals"),
         (("--slo", "latency=1", "--rate", 1), "no target 'latency': choose from ttft, tpot, p"),
         (("--slo", "ttft=1", "--rate", 1, "--gpus", 0), "gpus is 0"),
         (("--slo", "ttft=1", "--rate", 1, "--router", "best"), "router is 'best'"),
@@ -462,3 +464,29 @@ def test_bad_questions_are_one_line(
 ) -> None:
     ran = run("capacity", "--trace", synthetic_run, "--assume-batch-free", *arguments)
     assert message in ran.refusal
+
+
+def test_a_file_is_planned_at_a_multiple_of_its_rate(
+    synthetic_run: Path, run: Run, tmp_path: Path
+) -> None:
+    path = arrival_file(tmp_path / "a.csv", *(f"{i},20,{5 + i % 3}" for i in range(40)))
+    asked = ("capacity", "--trace", synthetic_run, "--assume-batch-free", "--arrivals", path,
+             "--slo", "ttft=5", "--policy", "autoregressive", "--replications", 2)  # fmt: skip
+    twice, named = (
+        run(*asked, "--rate", rate, "--jobs", 1, "--json", "-").rows[0] for rate in ("2x", "2")
+    )
+    assert twice["rate"] == pytest.approx(named["rate"]) == 2
+    assert twice["replicas"] == named["replicas"]
+    assert twice["ttft_s"]["mean"] == pytest.approx(named["ttft_s"]["mean"])
+
+
+def test_a_plan_takes_gaps_and_lengths_of_requests(synthetic_run: Path, run: Run) -> None:
+    asked = ("capacity", "--trace", synthetic_run, "--assume-batch-free", "--slo", "ttft=5",
+             "--policy", "autoregressive", "--requests", 40, "--replications", 2, "--jobs", 1,
+             "--json", "-")  # fmt: skip
+    former = run(*asked, "--rate", 2, "--process", "deterministic").rows
+    now = run(*asked, "--rate", "deterministic:2").rows
+    assert [row["e2e_s"] for row in former] == [row["e2e_s"] for row in now]
+    [short] = run(*asked, "--rate", "deterministic:2", "--prompt", 5, "--output", 2).rows
+    assert short["e2e_s"]["mean"] < now[0]["e2e_s"]["mean"]
+    assert short["fidelity"] == "approximate"

@@ -168,11 +168,12 @@ def test_an_option_of_another_command_says_of_which(
         ),
         (
             ("tune", "--xyzzy"),
-            "tune has no option --xyzzy: `draftsim tune --help` lists its options",
+            "tune search has no option --xyzzy: `draftsim tune search --help` lists its options",
         ),
         (
             ("tune", "--max-num-seqs", 4),
-            "tune has no option --max-num-seqs: `draftsim tune --help` lists its options",
+            "tune search has no option --max-num-seqs: `draftsim tune search --help` lists its "
+            "options",
         ),
         (
             ("demo", "--slo", "ttft=1"),

@@ -79,6 +79,45 @@ def test_a_file_is_served_at_every_scale(serve: Serve, tmp_path: Path) -> None:
     assert {r["fidelity"] for r in found} == {"approximate"}
 
 
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ("--rate 0.5 --process deterministic", "--rate deterministic:0.5"),
+        ("--arrivals FILE --scale 0.5,2", "--arrivals FILE --rate 0.5x,2x"),
+        ("--mode pearl --interference 0.5", "--mode pearl:interference=0.5"),
+        ("--rate 2 --replicas 2 --router random", "--rate 2 --replicas 2:random"),
+        ("--rate 2", "--request-rate burstiness=1:2 --num-prompts 12"),
+    ],
+)
+def test_former_options_are_parts_of_values(
+    serve: Serve, tmp_path: Path, former: str, now: str
+) -> None:
+    file = arrival_file(tmp_path / "a.csv", *(f"{i},20,{5 + i}" for i in range(12)))
+    kept = ("throughput_tok_s", "rate", "scale", "arrivals", "mode", "router", "requests")
+    rows = [
+        [{name: row.get(name) for name in kept} for row in serve(
+            *text.replace("FILE", str(file)).split(), "--requests", 12, *PAIR, "--json", "-"
+        ).rows] for text in (former, now)
+    ]  # fmt: skip
+    if "burstiness" in now:  # the same gaps, drawn otherwise
+        assert [row["rate"] for row in rows[0]] == [row["rate"] for row in rows[1]]
+    else:
+        assert rows[0] == rows[1]
+
+
+def test_requests_may_have_other_lengths_than_recorded(serve: Serve) -> None:
+    for load in (("--batch", 2), ("--rate", 1)):
+        rows = serve(
+            *load, "--prompt", 33, "--output", 7, "--requests", 20, "--warmup", 0, *PAIR,
+            "--json", "-",
+        ).rows  # fmt: skip
+        assert {row["simulated_tokens"] for row in rows} == {20 * 7}
+        assert {row["fidelity"] for row in rows} == {"approximate"}
+        contexts = [entry["context"] for row in rows for entry in row["coverage"]]
+        assert min(low for low, _ in contexts) <= 33
+        assert 33 < max(high for _, high in contexts) < 33 + 7 + 8
+
+
 @pytest.mark.parametrize("mode", ["static", "static-minimum", "static-mean", "pearl", "dsi"])
 def test_every_mode_serves_every_request(serve: Serve, mode: str) -> None:
     found = serve("--mode", mode, "--rate", 1, "--requests", 10, *PAIR, "--json", "-").rows
@@ -282,7 +321,15 @@ def test_one_prompt_has_no_interval_over_prompts(tmp_path: Path, run: Run) -> No
         (["--batch", "0"], "--batch holds 0"),
         (["--batch", "1", "--rate", "1"], "(--batch) keep the engine full: drop them, or --rate"),
         (["--scale", "2"], "--scale speeds up a file of arrivals"),
-        (["--rate", "1", "--process", "bursty"], "expected poisson or deterministic"),
+        (["--rate", "1", "--process", "bursty"], "expected poisson, deterministic or burstiness="),
+        (["--rate", "burstiness=x:1"], "expected burstiness=NUMBER"),
+        (["--rate", "burstiness=0:1"], "burstiness is 0.0, expected a positive finite number"),
+        (["--rate", "poisson:1", "--process", "poisson"], "names a process: drop --process"),
+        (["--rate", "2x"], "--scale speeds up a file of arrivals"),
+        (["--mode", "pearl:overlap=1"], "expected pearl:interference=NUMBER"),
+        (["--mode", "static:interference=1"], "--interference is of --mode pearl and dsi"),
+        (["--replicas", "two"], "--replicas is 'two', expected a whole number"),
+        (["--replicas", "1:random"], "--router chooses among replicas"),
         (["--batch", "2", "--process", "poisson"], "--process shapes arrivals at a rate"),
         (["--batch", "2", "--interference", "0.5"], "--interference is of --mode pearl and dsi"),
         (["--policy", "fixd"], "did you mean 'fixed'"),

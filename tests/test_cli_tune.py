@@ -320,13 +320,22 @@ def test_only_the_engine_that_was_measured_is_tried(
     assert message in ran.refusal
 
 
+def test_a_file_of_options_may_try_or_not(run: Run, recorded: SimpleNamespace) -> None:
+    options = recorded.folder / "options.yaml"
+    asked = f"engine: hf\ntrace: {recorded.folder}\nresamples: 20\n"
+    options.write_text(f"{asked}try: false\n")
+    assert "num_assistant_tokens" in run("tune", "--config", options).ok().out
+    options.write_text(f"{asked}try: true\n")
+    assert "--try runs vllm alone" in run("tune", "--config", options).refusal
+
+
 def test_without_the_engine_nothing_is_searched(
     run: Run, recorded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("profiler.engines.vllm.find_spec", lambda name: None)
     measured = LatencyTable(batched().cells, {"kind": "engine", "engine": {"longest": 4}})
     write_latency(measured, recorded.folder / "latency.parquet")
-    ran = run("tune", "--trace", recorded.folder, "--engine", "vllm", "--try")
+    ran = run("tune", "engine", "--trace", recorded.folder)
     assert "make vllm" in ran.refusal
 
 

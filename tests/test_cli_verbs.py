@@ -32,9 +32,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The verb that ran last, in place of the real one, and its options."""
     last: dict[str, Any] = {}
     for name, listed in leaves(WITH_VERBS).items():
-        verb = name.partition(" ")[2]
         place, _, function = listed.place.partition(":")
-        module = import_module(f"commands.{place}")
+        module, verb = import_module(f"commands.{place}"), name.partition(" ")[2]
         real = getattr(module, function)
 
         def stand_in(verb: str = verb, **given: Any) -> None:
@@ -91,6 +90,10 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("papers", ("--missing",), ("tables", "--missing")),
         ("papers", ("--measured", "--table", "T"), ("measured", "--table", "T")),
         ("papers", ("--logs", "f"), ("measured", "--logs", "f")),
+        ("tune", ("--engine", "vllm", "--context", "9"),
+         ("search", "--engine", "vllm", "--context", "9")),
+        ("tune", ("--engine", "vllm", "--try", "--requests", "3", "--defaults"),
+         ("engine", "--requests", "3", "--defaults")),
     ],
 )  # fmt: skip
 def test_options_choose_the_verb_that_is_not_named(
@@ -199,7 +202,7 @@ def test_what_is_set_for_other_sources_asks_for_them(
         yield SimpleNamespace(pair=None, info=None)
 
     monkeypatch.setattr(profile, "_claimed", claimed)
-    monkeypatch.setattr(profile, "check_layers", lambda *_: None)
+    monkeypatch.setattr(profile, "check_layers_timed", lambda *_: None)
     monkeypatch.setattr(profile, "check_heads_text", lambda *_: None)
     monkeypatch.setattr(profile.recording, "complete", lambda *_: None)
     monkeypatch.setattr(profile, "profile_sources", lambda *_, exits, **__: asked.append(exits))

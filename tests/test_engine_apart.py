@@ -306,7 +306,7 @@ def test_synthetic_acceptance_searches_no_policies(
     [
         (("validate", "--run", "x", "--defaults"), "belongs to `draftsim validate engine`"),
         (("validate", "--run", "x", "--engine", "vllm", "--synthetic", "0.5", "--http"), "drop"),
-        (("tune", "--engine", "vllm", "--defaults"), "needs --try"),
+        (("tune", "--engine", "vllm", "--defaults"), "belongs to `draftsim tune engine`"),
         (
             ("profile", "--target", "t", "--out", "x", "--cudagraph-mode", "FULL"),
             "belongs to `draftsim profile engine`",

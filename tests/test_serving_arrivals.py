@@ -9,9 +9,19 @@ import pytest
 
 from policies.lengths.basic import Fixed
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Scenario, over_rates, simulate
+from simulator.serving.arrivals import arrivals_of
 from tests.serving import CONSTANT, GRID, SMALL, arrival_file, bernoulli
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gaps_have_the_mean_and_the_spread_of_vllms_burstiness(burstiness):
+    times = arrivals_of(4.0, None, f"burstiness={burstiness}").times(np.random.default_rng(1))
+    gaps = np.diff([0.0, *(next(times) for _ in range(20_000))])
+    spread_s = 0.25 / np.sqrt(burstiness)  # a gamma distribution's, of mean 1/4 s
+    assert abs(gaps.mean() - 0.25) < 4 * spread_s / np.sqrt(len(gaps))
+    assert gaps.std() == pytest.approx(spread_s, rel=0.1)
 
 
 def test_file_lengths_hold_and_sequences_match_by_length(tmp_path):

@@ -106,13 +106,11 @@ def test_plain_decoding_needs_no_recording(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_named")
-def test_lengths_do_not_go_with_those_of_a_file_or_a_recording(run: Run, tmp_path: Path) -> None:
+def test_lengths_do_not_go_with_those_of_a_file(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(detailed()))
     ran = run(*PLAIN, "--arrivals", path, "--prompt", 8)
     assert "has the requests' lengths" in ran.refusal
-    ran = run("serve", "--prompt", 8, "--batch", 1)
-    assert "have recorded lengths" in ran.refusal
 
 
 @pytest.mark.usefixtures("nothing_named")

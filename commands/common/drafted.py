@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from commands.common.output import remark
 from policies.spec import assignments
 from traces.digits import counted
 from traces.errors import DraftsimError
-from traces.store.recordings import Defaulted, find_trace, folder_of, given_name
+from traces.store.recordings import find_latency, folder_of, given_name
 
 if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
@@ -36,56 +36,22 @@ LONGEST = 8
 
 def load_recording(
     name: str, latency: str | Sequence[str] | None, source: str | None = None, *,
-    acceptance: str | None = None, chooses: str | None = None, gpu: str | None = None,
-    weights: str | None = None, assume_batch_free: bool = False, by_ratio: bool = False,
-    one: bool = True, one_stream: bool = False, one_pass: bool = False, plain: bool = False,
-    sizes: Mapping[str, int] | None = None,
+    gpu: str | None = None, weights: str | None = None, **how: Any,
 ) -> Recording:  # fmt: skip
     """Return the recording called `name` (`simulator.recording.load_recording`), with its remarks.
 
-    The first remark says whose acceptance is priced at whose costs, if the models differ.
-    ``latency`` are the latencies named, None the recording's own, unless cost ratios price it
-    (``by_ratio``); with `gpu` or `weights` one table is carried over there.  ``acceptance`` by
-    position takes the recording's place (`read_acceptance`).  If only plain decoding is asked for
-    (``plain``) at named latencies, no recording is needed.  ``sizes`` are the prompt and output
-    tokens of requests that are not a recording's (`trace_by_position`).
+    ``latency`` are the latencies named (`latencies`); with `gpu` or `weights` one table is carried
+    over there.
     """
     from simulator import recording
 
-    made_up = acceptance is not None
-    first: list[str] = []
-    notes: list[str] = []
-    say = notes.append
-    carry = partial(carried, gpu=gpu, weights=weights, say=say) if gpu or weights else None
     given = [latency] if isinstance(latency, str) else list(latency or ())
-    try:
-        if acceptance is not None:
-            named, outputs = recording.observed_trace(
-                acceptance, say, sizes, named=given_name(name), source=source,
-                costs=bool(given) or by_ratio,
-            )  # fmt: skip
-            option = None
-        elif plain and given and given_name(name) is None:
-            made_up = True
-            named, outputs = recording.plain_trace(sizes)
-            option = None
-        else:
-            if sizes:
-                raise DraftsimError(
-                    f"the requests of {name} have recorded lengths: --prompt and --output need "
-                    "--acceptance, or --policy autoregressive and a named --latency"
-                )
-            named, outputs = name, find_trace(name)
-            option = name.option if isinstance(name, Defaulted) else None
-        return recording.load_recording(
-            named, outputs, latencies(given, named, by_ratio, assume_batch_free, say), source,
-            given=bool(given), option=option, chooses=chooses, carry=carry,
-            assume_batch_free=assume_batch_free, one=one, one_stream=one_stream,
-            one_pass=one_pass, observed=made_up, say=say, announce=first.append,
-        )  # fmt: skip
-    finally:
-        for line in (*first, *notes):
-            remark(line)
+    carry = partial(carried, gpu=gpu, weights=weights, say=remark) if gpu or weights else None
+    tables = latencies(given) if given else None
+    return recording.load_recording(
+        name, tables, source, carry=carry, from_environment=given_name(name) is None, say=remark,
+        **how,
+    )  # fmt: skip
 
 
 def load_unpriced(name: str, source: str | None, chooses: str) -> Recording:
@@ -144,24 +110,14 @@ def load_positions(
     return found
 
 
-def latencies(
-    names: Sequence[str] | None, trace_name: str, priced: bool, assume_batch_free: bool = False,
-    say: Say = remark,
-) -> dict[str, LatencyTable]:  # fmt: skip
-    """Return the tables named, by name; none where something else prices already (`priced`).
+def latencies(names: Sequence[str]) -> dict[str, LatencyTable]:
+    """Return the tables named, by name.
 
-    With ``assume_batch_free``, those of one batch size are taken to cost the same at every other.
     A table of the GPU suite, which holds many pairs and modes, gives one table each, or the one
     that a suffix names (``FILE:PAIR/MODE``).
     """
-    from simulator.recording import load_latency
     from traces.store.parquet import kind_of
 
-    if not names and priced:
-        return {}
-    if not names:
-        table = load_latency(None, trace_name, say)
-        return {trace_name: table.assumed_batch_free() if assume_batch_free else table}
     found: dict[str, LatencyTable] = {}
     for name in names:
         path, _, chosen = name.rpartition(":")
@@ -169,15 +125,13 @@ def latencies(
         single = name.startswith("const:") or not Path(path).is_file()
         if single or kind_of(path) == "operators":
             path, chosen = name, ""
-        tables = _by_pair(load_latency(path, trace_name, say))
+        tables = _by_pair(find_latency(path))
         if chosen and chosen not in tables:
             raise DraftsimError(
                 f"--latency {name}: {path} holds {', '.join(filter(None, tables)) or 'one pair'}, "
                 f"not {chosen!r}"
             )
-        for pair, own in tables.items():
-            # A table of many pairs is no pair's: each one knows its own batches.
-            table = own.assumed_batch_free() if assume_batch_free else own
+        for pair, table in tables.items():
             if not chosen:
                 found[f"{path}:{pair}" if pair else path] = table
             elif pair == chosen:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from commands.common.configured import MOST_BATCH
+from commands.common.configured import MOST_BATCH, check_most
 from traces.errors import DraftsimError
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE, Defaulted
 
 if TYPE_CHECKING:
-    from policies.rules.base import VerifyRule
     from simulator.executors import Executor
     from simulator.recording import Recording
-    from simulator.serving import Limits, Router
+    from simulator.serving import Limits
+    from simulator.serving.arrivals import ArrivalFile, AtRate
+    from traces.latency.graphs import CUDAGraphs
     from traces.latency.table import LatencyTable
 
 
@@ -154,10 +156,6 @@ TrustOption = Annotated[
         "--trust-remote-code", help="Run the code that a model's folder brings; read it first."
     ),
 ]
-ProcessOption = Annotated[
-    str | None,
-    typer.Option(help="Gaps between arrivals of --rate: poisson (default) or deterministic."),
-]
 PassesOption = Annotated[
     int | None,
     typer.Option(
@@ -258,12 +256,6 @@ class Policies:
 
         return set(self.policy or ()) == {PLAIN}
 
-    def alike(self, recording: Recording) -> tuple[Sequence[str] | None, VerifyRule | None]:
-        """Return the policies, and the rule by which all of them are verified."""
-        from commands.common.output import remark
-
-        return recording.alike(self.policy, self.verify, self.memory, remark)
-
 
 @dataclass(frozen=True)
 class Graphs:
@@ -286,17 +278,13 @@ class Graphs:
         ),
     ] = None
 
-    def captured(self, recording: Recording, largest: int) -> Recording:
-        """Return `recording` with its latencies in these graphs.
-
-        Raises DraftsimError for sizes and modes that are none, or that the latencies say nothing
-        of.
-        """
+    @property
+    def graphs(self) -> CUDAGraphs | None:
+        """The graphs named, if any; DraftsimError for sizes and modes that are none."""
         from traces.latency.graphs import CUDAGraphs
 
         sizes, mode = self.cudagraph_capture_sizes, self.cudagraph_mode
-        graphs = None if sizes is None and mode is None else CUDAGraphs.parsed(sizes, mode)
-        return recording.in_graphs(graphs, largest)
+        return None if sizes is None and mode is None else CUDAGraphs.parsed(sizes, mode)
 
 
 @dataclass(frozen=True)
@@ -333,13 +321,6 @@ class EngineLimits(Graphs):
             help="Plan a step while the one before it runs, as recent vLLM does by default.",
         ),
     ] = False
-    router: Annotated[
-        str | None,
-        typer.Option(
-            help="How a request is assigned to a replica: random, round-robin (default), "
-            "least-requests or least-tokens."
-        ),
-    ] = None
 
     def limits(
         self, table: LatencyTable, mode: str = "continuous", arrive: bool = True
@@ -352,13 +333,104 @@ class EngineLimits(Graphs):
             kv_blocks=blocks_of(self.kv_blocks, table), async_scheduling=self.async_scheduling,
         )  # fmt: skip
 
-    def routing(self, replicas: int) -> Router:
-        """Return the router; DraftsimError if one is named and nothing is to be routed."""
-        from simulator.serving.routers import parse_router
 
-        if self.router is not None and replicas == 1:
-            raise DraftsimError("--router chooses among replicas: give --replicas 2 or more")
-        return parse_router(self.router or "round-robin")
+RATES = (1e-6, 1e9)
+"""Least and largest rate: with less, simulated seconds are too many for a float to time a token."""
+
+
+@dataclass(frozen=True)
+class OfferedLoad:
+    """Options for the requests that arrive."""
+
+    heading: ClassVar[str] = "Load"
+
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[PROCESS:]R,...",
+            help="Requests per second, at random times (poisson). deterministic:R has equal gaps, "
+            "burstiness=B:R those of vLLM's --burstiness. 2x replays --arrivals twice as fast.",
+        ),
+    ] = None
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Replay a file, at its own pace or at --rate: CSV with TIMESTAMP,ContextTokens,"
+            "GeneratedTokens, the result of `vllm bench serve --save-detailed`, or requests.jsonl "
+            "of LLMServingSim's benchmark.",
+        ),
+    ] = None
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1,
+            help="Prompt tokens of every request. Default: as recorded; with --acceptance the "
+            "server's, else 256.",
+        ),
+    ] = None  # fmt: skip
+    output: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=2,
+            help="Output tokens of every request, as --prompt. A recorded output is cut or "
+            "repeated, and the rows are approximate.",
+        ),
+    ] = None  # fmt: skip
+    process: Annotated[
+        str | None, typer.Option(hidden=True, help="The process of --rate PROCESS:R.")
+    ] = None
+    scale: Annotated[
+        str | None, typer.Option(hidden=True, metavar="S,...", help="As --rate Sx.")
+    ] = None
+
+    @property
+    def drawn_sizes(self) -> dict[str, int] | None:
+        """The lengths named, for requests that are not recorded; None with a file of arrivals.
+
+        Raises DraftsimError if both are named.
+        """
+        found = {"prompt_length": self.prompt, "tokens": self.output}
+        named = {name: value for name, value in found.items() if value is not None}
+        if named and self.arrivals is not None:
+            raise DraftsimError(
+                f"{self.arrivals} has the requests' lengths: drop --prompt and --output"
+            )
+        return named if self.arrivals is None else None
+
+    def offered(self, recording: Recording) -> dict[str, Any]:
+        """Return the load as `simulator.serving.study.over_loads` takes it.
+
+        Raises DraftsimError if it is said twice, or a value is impossible.
+        """
+        named, text = re.findall(r"(?s)\A(?:([a-z][^:]*):)?(.*)", self.rate or "")[0]
+        if named and self.process:
+            raise DraftsimError(f"--rate {self.rate} names a process: drop --process")
+        relative = text.endswith("x")
+        if relative and self.scale:
+            raise DraftsimError(f"--rate {self.rate} and --scale are one thing: drop --scale")
+        scale = re.sub("x(?=,|$)", "", text) if relative else self.scale
+        found = {"prompt": self.prompt, "output": self.output}
+        sizes = {} if recording.observed else {k: v for k, v in found.items() if v is not None}
+        return {
+            "arrivals": self.arrivals, "process": named or self.process, "sizes": sizes,
+            "rate": None if relative or self.rate is None else rates("--rate", text),
+            "scale": None if scale is None else rates("--scale", scale),
+        }  # fmt: skip
+
+    def planned(self, recording: Recording) -> tuple[float | None, AtRate | ArrivalFile]:
+        """Return the one rate of a plan, None for a file's own, and the arrivals."""
+        from simulator.serving.arrivals import ArrivalFile, arrivals_of
+
+        given = self.offered(recording)
+        several = [value for name in ("rate", "scale") for value in given[name] or ()]
+        if len(several) > 1:
+            raise DraftsimError(f"--rate is {self.rate}: a plan is for one rate")
+        rate = None if given["rate"] is None else several[0]
+        arrivals = arrivals_of(rate, self.arrivals, given["process"])
+        if isinstance(arrivals, ArrivalFile):
+            return rate, arrivals if given["scale"] is None else arrivals.scaled(several[0])
+        return rate, replace(arrivals, **given["sizes"])
 
 
 def blocks_of(text: str | None, table: LatencyTable) -> int | None:
@@ -396,6 +468,16 @@ def chosen_executor(jobs: int | None, cluster: str | None) -> Executor:
     return Local(jobs)
 
 
+def whole(option: str, text: str) -> int:
+    """Return the number in `text`; DraftsimError naming `option` if it is no whole one."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise DraftsimError(f"{option} is {text!r}, expected a whole number") from None
+    check_most({option.removeprefix("--"): number})
+    return number
+
+
 def refuse(options: Mapping[str, object], why: str) -> None:
     """Raise DraftsimError if any of these options is given: it would have no effect."""
     if given := [name for name, value in options.items() if value is not None]:
@@ -411,10 +493,6 @@ def batch_sizes(option: str, text: str, most: int = MOST_BATCH, least: int = 1) 
 
     name = option.removeprefix("--")
     return sorted(map(int, parse_axis(text, name, low=least, high=most, whole=True)))
-
-
-RATES = (1e-6, 1e9)
-"""Least and largest rate: with less, simulated seconds are too many for a float to time a token."""
 
 
 def rates(option: str, text: str) -> list[float]:

@@ -363,8 +363,8 @@ def check_trial(latency: LatencyTable) -> int:
 
     if latency.meta.get("kind") != "engine" or "scaled" in latency.meta:
         raise DraftsimError(
-            "--try starts the engine that the latencies were measured on: give --latency RUN of "
-            "`draftsim profile engine`, and no --gpu"
+            "`draftsim tune engine` starts the engine that the latencies were measured on: give "
+            "--latency RUN of `draftsim profile engine`, and no --gpu"
         )
     find_engine(ENGINE).check_installed()
     return int(latency.meta["engine"]["longest"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
@@ -24,7 +24,10 @@ from simulator.aggregate.positions import (
     of_survival,
     of_totals,
 )
+from traces.acceptance.synthetic import OUTPUT, PLAIN_DECODING, trace_by_position
 from traces.acceptance.trace import Trace
+from traces.aliases import Say, silent
+from traces.digits import counted
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
 from traces.importers.registry import import_log, looks_like
@@ -200,3 +203,79 @@ def _numbers(text: str, k: int | None) -> Positions | None:
     if any(math.isnan(value) for value in values):
         raise DraftsimError(f"acceptance {text}: {EXPECTED}")
     return of_survival(text, values)
+
+
+FEWEST, REQUESTS = 20, 200
+"""Requests that acceptance by position is replayed as: at least for an interval, and at most."""
+
+
+def observed_trace(
+    told: str | Sequence[float], say: Say = silent, sizes: Mapping[str, int] | None = None, *,
+    named: str | None = None, source: str | None = None, costs: bool = True,
+) -> tuple[str, Trace]:  # fmt: skip
+    """Return a name and a trace of acceptance that a server counted; `say` is told whose it is.
+
+    ``told`` is a text as `read_acceptance` takes, or chances that the first 1, 2, ... tokens are
+    all accepted.  ``sizes`` are the requests' ``prompt_length`` and ``tokens``, by default the
+    server's.
+
+    Raises DraftsimError if it cannot be read, a recording (`named`) or a `source` was named as
+    well, or nothing says what passes cost (`costs`).
+    """
+    if named is not None:
+        raise DraftsimError(f"--acceptance and --trace {named} are two acceptances: give one")
+    if source is not None:
+        raise DraftsimError(
+            f"--acceptance is that of your drafter, and --source {source} names one: drop one"
+        )
+    if not costs:
+        raise DraftsimError(
+            "--acceptance says nothing of what passes cost: give --latency, such as costs of "
+            "`draftsim calibrate RUNS --out FILE` or const:target=SECONDS,draft=SECONDS"
+        )
+    found = (
+        read_acceptance(told) if isinstance(told, str)
+        else of_survival(",".join(f"{chance:g}" for chance in told), told)
+    )  # fmt: skip
+    size = {**found.sizes, **(sizes or {})}
+    alike = _alike(found, size.get("tokens", OUTPUT))
+    trace = trace_by_position(
+        found.survival, requests=min(max(alike, FEWEST), REQUESTS), meta=found.meta, **size
+    )
+    one = trace.requests[0]
+    say(
+        f"{found.said}: {counted(len(trace.requests), 'request')} of {one.prompt_length} prompt "
+        f"and {one.tokens} output tokens, rounds drawn independently, {trace.said_longest}"
+    )
+    if found.error is not None:
+        say(
+            f"{found.label}: tokens per round are known to within ±{found.error:.1%} (95%) from "
+            f"{counted(found.rounds or 0, 'round')}"
+            + (", too few for the intervals, which are narrower" if alike < FEWEST else "")
+        )
+    if found.note:
+        say(f"{found.label}: {found.note}")
+    return found.named, trace
+
+
+def _alike(found: Positions, tokens: int) -> int:
+    """Return how many requests of that many output tokens have the rounds that were counted.
+
+    Intervals over this many requests are as wide as the counts are uncertain.
+    """
+    if found.rounds is None:
+        return REQUESTS
+    return round(found.rounds * (1 + sum(found.survival)) / tokens)
+
+
+def plain_trace(sizes: Mapping[str, int] | None = None) -> tuple[str, Trace]:
+    """Return a name and a trace for plain decoding, which drafts nothing.
+
+    ``sizes`` are the requests' ``prompt_length`` and ``tokens`` (`trace_by_position`); None if a
+    file of arrivals has them.
+    """
+    trace = trace_by_position((0.0,), **(sizes or {}), meta={"source": PLAIN_DECODING})
+    one = trace.requests[0]
+    if sizes is None:
+        return PLAIN_DECODING, trace
+    return f"requests of {one.prompt_length} prompt and {one.tokens} output tokens", trace

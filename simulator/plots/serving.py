@@ -299,7 +299,7 @@ APART = 1.3
 def draw(
     folder: Path, rows: Sequence[Mapping[str, Any]], trace: Trace, latency: LatencyTable,
     policies: Mapping[str, DraftPolicy | BatchPolicy], scenarios: Sequence[Scenario],
-    title: str = "", say: Say = silent, rule: VerifyRule | None = None,
+    rule: VerifyRule | None = None, title: str = "", say: Say = silent,
 ) -> list[Path]:  # fmt: skip
     """Draw the rows, with `title` below each figure, and return the PNG files.
 

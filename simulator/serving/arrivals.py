@@ -18,7 +18,7 @@ import lzma
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, repeat
@@ -218,6 +218,15 @@ class Arrivals(ABC):
     """Seconds between a completion and the next request of a closed loop."""
     remarks: tuple[str, ...] = ()
     """Lines on what is served otherwise than asked."""
+    prompt: int | None = None
+    """Prompt tokens of every request; None: those recorded."""
+    output: int | None = None
+    """Output tokens, likewise: the recorded sequence is cut, or begun again."""
+
+    @property
+    def resized(self) -> bool:
+        """True if requests have other lengths than the recorded sequences that they replay."""
+        return self.prompt is not None or self.output is not None
 
     @abstractmethod
     def times(self, rng: np.random.Generator) -> Iterator[float]:
@@ -233,7 +242,8 @@ class Arrivals(ABC):
         for number, (arrival_s, sequence) in enumerate(islice(dealt, requests)):
             info = trace.requests[sequence]
             # A log may not know its prompts; a request has one token at the least.
-            yield Job(arrival_s, sequence, max(info.prompt_length, 1), info.tokens, number)
+            prompt, output = self.prompt or max(info.prompt_length, 1), self.output or info.tokens
+            yield Job(arrival_s, sequence, prompt, output, number)
 
     @property
     def rate(self) -> float | None:
@@ -251,6 +261,8 @@ class AtRate(Arrivals):
     """Arrivals at `per_second` requests a second.  Subclass it and define `times`."""
 
     per_second: float
+    prompt: int | None = None
+    output: int | None = None
 
     def __post_init__(self) -> None:
         _positive("rate", self.per_second)
@@ -265,12 +277,8 @@ class Poisson(AtRate):
     """Independent arrivals at `per_second` requests a second."""
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
-        """Yield sums of exponential gaps."""
-        now = 0.0
-        while True:
-            for gap in rng.exponential(1 / self.per_second, 256).tolist():
-                now += gap
-                yield now
+        """Return sums of exponential gaps."""
+        return _summed(lambda: rng.exponential(1 / self.per_second, 256))
 
 
 class Deterministic(AtRate):
@@ -286,11 +294,32 @@ class Deterministic(AtRate):
 
 
 @dataclass(frozen=True)
+class GammaGaps(AtRate):
+    """Gaps of a gamma distribution, like vLLM's ``--burstiness``: below 1 requests come in bursts.
+
+    1 is Poisson; larger values are more even.
+    """
+
+    burstiness: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive("burstiness", self.burstiness)
+
+    def times(self, rng: np.random.Generator) -> Iterator[float]:
+        """Return sums of gaps with a mean of 1 / rate."""
+        shape = self.burstiness
+        return _summed(lambda: rng.gamma(shape, 1 / (self.per_second * shape), 256))
+
+
+@dataclass(frozen=True)
 class ClosedLoop(Arrivals):
     """`concurrency` clients that each send the next request `think_s` seconds after an answer."""
 
     concurrency: int = field()  # without the default of other arrivals
     think_s: float = 0.0
+    prompt: int | None = None
+    output: int | None = None
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
@@ -325,6 +354,7 @@ class ArrivalFile(Arrivals):
     path: str | Path
     scale: float = 1.0
     requests: Requests | None = field(default=None, compare=False, repr=False)
+    resized = True
 
     def __post_init__(self) -> None:
         _positive("rate scale", self.scale)
@@ -403,8 +433,9 @@ PROCESSES: Mapping[str, type[AtRate]] = {"poisson": Poisson, "deterministic": De
 def arrivals_of(
     rate: float | None, path: str | Path | None = None, process: str | None = None
 ) -> AtRate | ArrivalFile:
-    """Return the arrivals in the file at `path`, or those of a process (by default Poisson).
+    """Return the arrivals in the file at `path`, or those of a process at a rate.
 
+    A process is one of `PROCESSES`, by default Poisson, or ``burstiness=B`` (`GammaGaps`).
     Raises DraftsimError if the arguments contradict each other or name no load.
     """
     if process is not None and (rate is None or path is not None):
@@ -413,9 +444,25 @@ def arrivals_of(
         return ArrivalFile(path)
     if rate is None:
         raise DraftsimError("there is no load: give --rate or --arrivals")
-    if (name := process or "poisson") not in PROCESSES:
-        raise DraftsimError(f"--process is {name!r}, expected {' or '.join(PROCESSES)}")
+    name, equals, value = (process or "poisson").partition("=")
+    if name == "burstiness" and equals:
+        try:
+            return GammaGaps(rate, burstiness=float(value))
+        except ValueError:
+            raise DraftsimError(f"--process is {process!r}, expected burstiness=NUMBER") from None
+    if process is not None and process not in PROCESSES:
+        known = ", ".join(PROCESSES)
+        raise DraftsimError(f"--process is {process!r}, expected {known} or burstiness=NUMBER")
     return PROCESSES[name](rate)
+
+
+def _summed(drawn: Callable[[], Floats]) -> Iterator[float]:
+    """Yield the sums of gaps, of which many are drawn at a time."""
+    now = 0.0
+    while True:
+        for gap in drawn().tolist():
+            now += gap
+            yield now
 
 
 def _deck(size: int, rng: np.random.Generator) -> Iterator[int]:

@@ -199,8 +199,8 @@ def served_by(
     status = f"stopped at max_time_s={scenario.max_time_s:g}" if served.cut else "complete"
     assumed = serving.latency.said_batch_free(scenario.largest_batch)
     lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
-    # A file's lengths cut or repeat recordings; a lossy rule leaves them.
-    departs = assumed or serving.lossy is not None or isinstance(scenario.arrivals, ArrivalFile)
+    # Other lengths cut or repeat recordings; a lossy rule leaves them.
+    departs = assumed or serving.lossy is not None or scenario.arrivals.resized
     return Run(
         name, scenario, lossless if serving.rule is None else describe_rule(serving.rule),
         "approximate" if departs else fidelity_of(trace), recorder, served.coverage,

@@ -24,12 +24,23 @@ FILLS = 10
 """Requests of a closed loop for each client, at least, unless a number is given.  The
 first two for each fill the engine and do not count."""
 
-NAMES = {
-    "max_batch": "--max-batch (max_num_seqs)",
-    "token_budget": "--token-budget (max_num_batched_tokens)",
-    "kv_blocks": "--kv-blocks (num_gpu_blocks)",
-}
-"""Names of limits on the command line and in Python."""
+
+def parse_mode(text: str) -> tuple[Mode, float]:
+    """Return a mode, and the interference of one that overlaps.
+
+    Raises DraftsimError if the text is neither a mode nor ``MODE:interference=F``.
+
+    >>> parse_mode("pearl:interference=0.5")
+    ('pearl', 0.5)
+    """
+    name, colon, setting = text.partition(":")
+    mode = next((mode for mode in MODES if mode == name), None)
+    if mode is None:
+        raise DraftsimError(f"mode is {name!r}, expected one of {', '.join(MODES)}")
+    try:
+        return mode, float(setting.removeprefix("interference=")) if colon else 0.0
+    except ValueError:
+        raise DraftsimError(f"--mode {text}: expected {mode}:interference=NUMBER") from None
 
 
 def engine_limits(
@@ -46,7 +57,7 @@ def engine_limits(
     given = {"max_batch": max_batch, "token_budget": token_budget, "kv_blocks": kv_blocks}
     bounds = {"max_batch": arrive, "token_budget": mode == "continuous", "kv_blocks": True}
     unused = [
-        NAMES[name] for name, value in given.items()
+        f"--{name.replace('_', '-')}" for name, value in given.items()
         if value is not None and (mode in ONE_STREAM or not bounds[name])
     ]  # fmt: skip
     if unused:

@@ -126,10 +126,10 @@ def shares_of(scenario: Scenario) -> list[tuple[int, ...] | None]:
 
 def over_batches(base: Scenario, batches: Sequence[int]) -> list[Scenario]:
     """Return `base` at each batch size, with that many requests kept in every engine."""
-    think = base.arrivals.think_s
+    loop = base.arrivals if isinstance(base.arrivals, ClosedLoop) else ClosedLoop(1)
     return [
         replace(
-            base, arrivals=ClosedLoop(b * base.replicas, think),
+            base, arrivals=replace(loop, concurrency=b * base.replicas),
             limits=replace(base.limits, max_batch=b),
         )
         for b in batches
@@ -164,6 +164,7 @@ def over_loads(
     base: Scenario, latency: LatencyTable, *, concurrency: Sequence[int] | None = None,
     rate: Sequence[float] | None = None, arrivals: str | Path | None = None,
     process: str | None = None, scale: Sequence[float] | None = None,
+    sizes: Mapping[str, int] | None = None, say: Callable[[str], None] = lambda _: None,
 ) -> list[Scenario]:  # fmt: skip
     """Return `base` at each load that is named, by default at the batch sizes of `latency`.
 
@@ -177,9 +178,13 @@ def over_loads(
     rate, arrivals:
         Requests per second, or a file of requests, at its own pace or at each `rate`.
     process:
-        Gaps between arrivals at a rate: poisson (default) or deterministic.
+        Gaps between arrivals at a rate (`arrivals_of`).
     scale:
         Factors that speed the file up.
+    sizes:
+        ``prompt`` and ``output`` tokens of every request, where they are not the recorded ones.
+    say:
+        Told which loads have fewer requests than the file, or too few to fill them.
 
     Raises DraftsimError if the loads contradict each other or the mode, or hold an impossible
     value.
@@ -192,23 +197,37 @@ def over_loads(
         if given is not None and not len(given):
             raise DraftsimError(f"{name} is empty: give at least one number")
     if scale is not None and (arrivals is None or rate is not None):
-        raise DraftsimError("--scale speeds up a file of arrivals: give --arrivals, and no --rate")
-    if rate is not None:
-        requests = base.requests or (USUAL if arrivals is None else None)
-        offered = arrivals_of(1.0, arrivals, process)
-        return over_rates(replace(base, arrivals=offered, requests=requests), rate)
-    if arrivals is not None or process is not None:
-        file = arrivals_of(None, arrivals, process)
-        assert isinstance(file, ArrivalFile)
-        return [replace(base, arrivals=file.scaled(factor)) for factor in scale or (1.0,)]
-    usual = BATCHES if latency.batch_free else latency.usual_batches
-    sizes = concurrency or ((1,) if base.one_stream else usual)
-    if base.one_stream and list(sizes) != [1]:
         raise DraftsimError(
-            f"--mode {base.mode} serves one stream at a time: give --batch 1, --rate or --arrivals"
+            "--rate Sx or --scale speeds up a file of arrivals: give --arrivals, and no --rate R"
         )
-    enough = max(USUAL, FILLS * max(sizes) * base.replicas)
-    return over_batches(replace(base, requests=base.requests or enough), sizes)
+    if rate is not None or arrivals is not None or process is not None:
+        offered = arrivals_of(None if rate is None else 1.0, arrivals, process)
+        if isinstance(offered, ArrivalFile):
+            base = replace(base, arrivals=offered)
+        else:
+            base = replace(
+                base, arrivals=replace(offered, **(sizes or {})), requests=base.requests or USUAL
+            )
+        if rate is not None:
+            found = over_rates(base, rate)
+        else:
+            assert isinstance(offered, ArrivalFile)
+            found = [replace(base, arrivals=offered.scaled(by)) for by in scale or (1.0,)]
+    else:
+        usual = BATCHES if latency.batch_free else latency.usual_batches
+        batches = concurrency or ((1,) if base.one_stream else usual)
+        if base.one_stream and list(batches) != [1]:
+            raise DraftsimError(
+                f"--mode {base.mode} serves one stream at a time: give --batch 1, --rate or "
+                "--arrivals"
+            )
+        enough = max(USUAL, FILLS * max(batches) * base.replicas)
+        loop = ClosedLoop(1, **(sizes or {}))
+        base = replace(base, arrivals=loop, requests=base.requests or enough)
+        found = over_batches(base, batches)
+    for line in shortfalls(found):
+        say(line)
+    return found
 
 
 def shortfalls(scenarios: Sequence[Scenario]) -> list[str]:
@@ -256,7 +275,7 @@ def limits_met(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def sweep(
     trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy],
-    scenarios: Sequence[Scenario], *, rule: VerifyRule | None = None,
+    scenarios: Sequence[Scenario], rule: VerifyRule | None = None, *,
     path: str | Path | None = None, meta: Mapping[str, Any] | None = None,
     progress: RunsDone = silent, advance: Callable[[int], None] = lambda _: None,
     timeline: Timeline | None = None, rows: list[dict[str, Any]] | None = None,

@@ -20,6 +20,8 @@ VOCABULARY = 32000
 EOS = 1
 OUTPUT = 256
 """Output tokens of a request by default."""
+PLAIN_DECODING = "plain decoding"
+"""Source of a trace that drafts nothing."""
 ORDINARY = EOS + 1
 """The first id of the tokens that end nothing."""
 

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from policies.arrays import next_true, ranges
 from traces.acceptance.sampling import Sampling
+from traces.digits import counted
 from traces.errors import DraftsimError, SignalError
 
 Array = npt.NDArray[Any]
@@ -227,6 +228,13 @@ class Trace:
         its round ends as rejections.  Policies cannot be ranked on such a trace.
         """
         return (self.meta.get("imputed") or {}).get("method") == "rejected"
+
+    @property
+    def said_longest(self) -> str:
+        """How long the recorded drafts are at most, in words."""
+        if self.max_gamma is None:
+            return "drafts of any length"
+        return f"drafts of up to {counted(self.max_gamma, 'token')}"
 
     @property
     def vocab_size(self) -> int | None:
