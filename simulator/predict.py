@@ -157,7 +157,7 @@ def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
 
     if log.drafter != "draft" and not (latency.is_constant or latency.has(log.drafter, "forward")):
         return False
-    ran = [] if log.calls is None else np.unique(log.calls["kind"]).tolist()
+    ran = [] if log.recorded_calls is None else np.unique(log.recorded_calls["kind"]).tolist()
     kinds = {CALL_KINDS[kind] for kind in ran if kind not in (DRAFTER, DRAFTER_TREE, ONE_PASS)}
     if DRAFTER_TREE in ran:
         kinds.add((log.drafter, "tree"))

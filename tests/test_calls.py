@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.pricing import call_seconds, price, verify_phase
-from tests.test_pricing import CELLS, LOOKUP, random_log, table
+from simulator.pricing import price
+from tests.test_pricing import CELLS, LOOKUP, random_log, summed, table
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import (
@@ -34,7 +34,22 @@ def calling(*kinds: int) -> RoundLog:
     calls["kind"] = np.repeat(kinds, 2 * len(log))
     calls["verify"] = np.tile(np.repeat([False, True], len(log)), len(kinds))
     calls["new_tokens"] = calls["count"] = 1
-    return replace(log, source="early-exit", calls=calls)
+    return replace(log, source="early-exit", recorded_calls=calls)
+
+
+def drafting(log: RoundLog) -> RoundLog:
+    """The same rounds without their recorded verification."""
+    calls = log.recorded_calls
+    return log if calls is None else replace(log, recorded_calls=calls[~calls["verify"]])
+
+
+def verifying(log: RoundLog) -> str:
+    """The phase of the passes that verify drafted tokens."""
+    [phase] = {
+        calls.phase for calls in log.calls
+        if calls.verify and (log.rounds["drafted"][calls.round] > 0).any()
+    }  # fmt: skip
+    return phase
 
 
 def costing(**seconds: float) -> LatencyTable:
@@ -61,7 +76,7 @@ def test_what_was_not_measured_by_itself_is_read_where_the_nearest_was(
     for verify in (False, True):
         for names, wanted in (((own, nearest), first), ((nearest,), then), ((own,), first)):
             latency = costing(**{name: seconds[name] for name in names})
-            found, passes = call_seconds(log, latency, verify=verify)
+            found, passes = summed(log, latency, verify=verify)
             np.testing.assert_allclose(found, wanted)
             assert passes.passes == len(log)
 
@@ -70,14 +85,16 @@ def test_a_call_that_nothing_stands_for_is_named() -> None:
     for kind, has in ((LAYER, "target_head"), (HEAD, "exit_head"), (LOOKUP, "target_forward")):
         model, phase = CALL_KINDS[kind]
         with pytest.raises(DraftsimError, match=f"no '{phase}' cells of '{model}'"):
-            call_seconds(calling(kind), costing(**{has: 1.0}), verify=True)
+            summed(calling(kind), costing(**{has: 1.0}), verify=True)
 
 
 def test_calls_are_those_of_their_side_and_kind() -> None:
     log, latency = calling(LAYER, HEAD), costing(target_layer=0.25, target_head=1.0)
-    assert log.calls is not None
-    log.calls["count"] = 1 + 2 * log.calls["verify"] + (log.calls["kind"] == HEAD)
-    drafting, verifying = (call_seconds(log, latency, verify=v)[0] for v in (False, True))
+    assert log.recorded_calls is not None
+    log.recorded_calls["count"] = (
+        1 + 2 * log.recorded_calls["verify"] + (log.recorded_calls["kind"] == HEAD)
+    )
+    drafting, verifying = (summed(log, latency, verify=v)[0] for v in (False, True))
     np.testing.assert_allclose(drafting, 1 * 0.25 + 2 * 1.0)
     np.testing.assert_allclose(verifying, 3 * 0.25 + 4 * 1.0)
 
@@ -89,7 +106,7 @@ def test_behind_no_prompt_a_round_is_read_at_no_context() -> None:
     contexts = np.maximum(log.context - 1, 0)
     assert contexts.min() == contexts[0] == 0
     cells = {("target", "layer", 1, 1, at): 1e-3 * (1 + at) for at in (0, 200)}
-    found, passes = call_seconds(log, table(cells), verify=False)
+    found, passes = summed(log, table(cells), verify=False)
     np.testing.assert_allclose(found, 1e-3 * (1 + contexts))
     assert passes.extrapolated == 0
 
@@ -111,7 +128,7 @@ def test_what_attends_to_the_context_is_read_at_it(kind: int, cell: str, attends
     model, phase = cell.split("_")
     cells = {(model, phase, 1, 1, at): 1e-3 * (1 + at) for at in (0, 8)}
     cells |= {("draft", "forward", 1, 1, at): 1e-3 * (1 + at) for at in (0, 8)}
-    found, passes = call_seconds(log, table(cells), verify=False)
+    found, passes = summed(log, table(cells), verify=False)
     inside = contexts <= 8
     np.testing.assert_allclose(found[inside], 1e-3 * (1 + contexts[inside]))
     assert passes.extrapolated == (np.count_nonzero(~inside) if attends else 0)
@@ -125,12 +142,15 @@ def test_passes_behind_light_drafts_are_read_apart_where_they_were_timed_apart()
     forward = {key: value for key, value in CELLS.items() if key[1] == "forward"}
     light = {("target", "pass", *key[2:]): value / 2 for key, value in forward.items()}
     both, bare = table(forward | light), table(forward)
-    by_model = replace(random_log(3), calls=None)
+    by_model = replace(random_log(3), recorded_calls=None)
     for log, phase in (
         (by_model, "forward"), (calling(LOOKUP), "pass"), (calling(EXIT_HEAD), "pass"),
         (calling(LAYER), "forward"), (calling(ADAPTER, LAYER), "forward"),
         (calling(LOOKUP, LAYER), "forward"),
     ):  # fmt: skip
-        assert verify_phase(log, both) == phase
-        assert verify_phase(log, bare) == "forward"
+        assert verifying(drafting(log)) == phase
+        free = dict.fromkeys((call.model, call.phase) for call in drafting(log).calls[2:])
+        rows = {(*cell, 1, 1, 0): 0.0 for cell in free}
+        verify_s = price(drafting(log), table(forward | rows)).verify_s
+        np.testing.assert_allclose(verify_s, price(by_model, bare).verify_s)
     np.testing.assert_array_equal(price(by_model, both).verify_s, price(by_model, bare).verify_s)

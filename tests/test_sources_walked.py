@@ -88,9 +88,9 @@ def assert_alike(log: RoundLog, want: RoundLog) -> None:
     for name in FIELDS:
         assert getattr(log, name) == getattr(want, name), name
     assert log.requests == want.requests
-    assert (log.calls is None) == (want.calls is None)
-    if want.calls is not None:
-        np.testing.assert_array_equal(log.calls, want.calls)
+    assert (log.recorded_calls is None) == (want.recorded_calls is None)
+    if want.recorded_calls is not None:
+        np.testing.assert_array_equal(log.recorded_calls, want.recorded_calls)
 
 
 def check(

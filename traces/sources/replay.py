@@ -74,7 +74,7 @@ def replay_source(
         source=source_under(policy, source.label(recordings)), verify=lossless,
         fidelity=text_fidelity(trace) if source.fidelity == "exact" else source.fidelity,
         reads=policy.reads, first=first,
-        calls=None if by_passes else calls,
+        recorded_calls=None if by_passes else calls,
         drafter=source.drafter(recordings), takes_verified=by_passes,
     )  # fmt: skip
 
@@ -165,7 +165,7 @@ def check_signals(
 
 def runs_layers(log: RoundLog) -> bool:
     """Return True if the rounds ran single layers of the target."""
-    return log.calls is not None and bool(np.isin(log.calls["kind"], LAYER).any())
+    return log.recorded_calls is not None and bool(np.isin(log.recorded_calls["kind"], LAYER).any())
 
 
 def check_layers(log: RoundLog, trace: Trace, latency: LatencyTable) -> None:
