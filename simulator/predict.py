@@ -52,6 +52,7 @@ from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 from traces.sources.base import Source
 from traces.sources.found import find_recordings
+from traces.sources.lookups.sources import LookupSource
 from traces.sources.methods import METHODS, method, method_of, resolved
 from traces.sources.recording import Recordings
 from traces.sources.registry import DRAFT_MODEL, SOURCES, SYSTEMS, parse_source
@@ -181,7 +182,7 @@ def with_free_lookups(latency: LatencyTable) -> LatencyTable:
         [
             (cls.name, "forward", 1, 1, 0, 0.0, 0.0, 1)
             for cls in SOURCES.values()
-            if cls.recorded_as is None and not latency.has(cls.name, "forward")
+            if issubclass(cls, LookupSource) and not latency.has(cls.name, "forward")
         ],
         columns=list(CELL_COLUMNS),
     )
@@ -428,7 +429,7 @@ def load_method(
     ``name`` is in `traces.sources.methods.METHODS`, or ``POLICY+RULE``.
     """
     chosen = method_of(name) or method(name)
-    if chosen.source not in (DRAFT_MODEL, "none"):
+    if not chosen.by_model:
         raise DraftsimError(
             f"method {name!r} drafts with {chosen.source}, whose replay is exact: see `simulate`"
         )

@@ -35,7 +35,7 @@ from tests.replayed import run_as_replayed, run_source
 from tests.shared import made_once
 from traces.errors import DraftsimError, TailError
 from traces.latency.table import CELL_COLUMNS, LatencyTable
-from traces.replay.calls import DRAFTER, Counted, pack_counted
+from traces.replay.calls import DRAFTER, Calls, pack_counted
 from traces.sources import (
     Eagle,
     parse_source,
@@ -130,7 +130,7 @@ def replayed_calls(case: Case, source: Eagle, policy: DraftPolicy) -> Any:
     counted = source.counted(log, source.recording(case.recordings))
     if source.by_passes(case.recordings):  # later passes read one token each
         later = np.maximum(log.rounds["draft_forwards"].astype(np.int64) - 1, 0)
-        counted.append(Counted.each(False, DRAFTER, np.ones_like(later), later))
+        counted.append(Calls.of(DRAFTER, np.arange(len(later)), 1, later))
     return pack_counted(counted)
 
 

@@ -103,6 +103,22 @@ class Calls(NamedTuple):
     attends: bool = True
     """False if it costs the same at every context: it is read within the contexts measured."""
 
+    @classmethod
+    def of(
+        cls, kind: int, round: Ints, new_tokens: Ints | int = 1, times: Ints | int = 1,
+        verify: bool = False, cached: Ints | None = None,
+    ) -> Calls:  # fmt: skip
+        """Return calls of ``CALL_KINDS[kind]`` in rounds after `cached` tokens, (rounds,)."""
+        model, phase = CALL_KINDS[kind]
+        context = 0 if cached is None else cached[round]
+        attends = phase == "layer" or (model in ("target", OWN) and phase != "head")
+        return cls(model, phase, round, new_tokens, context, times, verify, attends=attends)
+
+    @property
+    def kind(self) -> int:
+        """Index in `CALL_KINDS`."""
+        return CALL_KINDS.index((self.model, self.phase))
+
 
 OWN = "drafter"
 """Name of the log's own drafter in `CALL_KINDS` and `Calls`."""
@@ -144,12 +160,10 @@ def unpacked(calls: npt.NDArray[Any], cached: Ints) -> list[Calls]:
     for slot in np.flatnonzero(np.bincount(slots)).tolist():
         mine = calls[slots == slot]
         verify, kind = divmod(slot, len(CALL_KINDS))
-        (model, phase), of = CALL_KINDS[kind], mine["round"].astype(np.int64)
-        found.append(Calls(
-            model, phase, of, mine["new_tokens"].astype(np.int64), cached[of],
-            mine["count"].astype(np.int64), bool(verify),
-            attends=phase == "layer" or (model in ("target", OWN) and phase != "head"),
-        ))  # fmt: skip
+        of, width, times = (
+            mine[name].astype(np.int64) for name in ("round", "new_tokens", "count")
+        )
+        found.append(Calls.of(kind, of, width, times, bool(verify), cached))
     return found
 
 
@@ -186,33 +200,20 @@ def pack_calls(sequences: Iterable[Sequence[Sequence[Call]]]) -> npt.NDArray[np.
     return packed
 
 
-class Counted(NamedTuple):
-    """Calls of one kind in many rounds, equally many entries each."""
-
-    verify: bool
-    kind: int
-    round: Ints
-    new_tokens: Ints
-    times: Ints
-
-    @classmethod
-    def each(cls, verify: bool, kind: int, new_tokens: Ints, times: Ints) -> Counted:
-        """Return an entry for every round."""
-        return cls(verify, kind, np.arange(len(times)), new_tokens, times)
-
-
-def pack_counted(parts: Sequence[Counted]) -> npt.NDArray[np.void]:
+def pack_counted(parts: Sequence[Calls]) -> npt.NDArray[np.void]:
     """Return what `pack_calls` makes of the same calls, counted one by one."""
-    slots = sorted({part[:2] for part in parts})
+    slots = sorted({(part.verify, part.kind) for part in parts})
     if not slots:
         return np.empty(0, dtype=CALL_DTYPE)
-    width = 1 + max(int(part.new_tokens.max(initial=0)) for part in parts)
+    sizes = [[np.broadcast_to(n, part.round.shape) for n in (part.new_tokens, part.times)]
+             for part in parts]  # fmt: skip
+    width = 1 + max(int(tokens.max(initial=0)) for tokens, _ in sizes)
     keys = [
-        (part.round * len(slots) + slots.index(part[:2])) * width + part.new_tokens
-        for part in parts
+        (part.round * len(slots) + slots.index((part.verify, part.kind))) * width + tokens
+        for part, (tokens, _) in zip(parts, sizes, strict=True)
     ]
     cells, of = distinct(np.concatenate(keys))
-    times = np.bincount(of, np.concatenate([part.times for part in parts])).astype(np.int64)
+    times = np.bincount(of, np.concatenate([times for _, times in sizes])).astype(np.int64)
     cells, times = cells[times > 0], times[times > 0]
     at, tokens = np.divmod(cells, width)
     rows = np.empty(len(cells), dtype=CALL_DTYPE)
