@@ -25,6 +25,7 @@ of a full batch are priced as rounds whose sizes are means (`simulator.whatif.ba
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -214,16 +215,14 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     drafted, forwards, accepted = (
         rounds[name].astype(np.int64) for name in ("drafted", "draft_forwards", "accepted")
     )
-    prompts = np.array([r.prompt_length for r in log.requests], dtype=np.int64)
-    begins = np.flatnonzero(rounds["position"] == 0)
     judging = None if log.mismatched is None else judging_phase(log)
     calls = [c._replace(model=drafter) if c.model == OWN else c for c in log.calls]
     parts, passes = priced(
         Ran(
-            calls, drafter, log.recorded_calls is None, not log.is_plain, bool(log.reads),
-            forwards, drafted, np.maximum(log.context - 1, 0), accepted < drafted,
+            log, drafter, calls, forwards, drafted, np.maximum(log.context - 1, 0),
             # The last drafted token was never fed to the draft model: its cache holds one fewer.
-            accepted < forwards - 1, begins, prompts[rounds["request"][begins]], judging,
+            accepted < drafted, (accepted < forwards - 1) & (log.recorded_calls is None),
+            np.flatnonzero(rounds["position"] == 0), judging,
         ),
         latency, batch,
     )  # fmt: skip
@@ -234,16 +233,12 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
 class Ran(NamedTuple):
     """Rounds of one sequence, or steps of a batch, whose sizes are means; arrays (rounds,)."""
 
-    calls: list[Calls]
-    """Passes and other work of the source, and the verification."""
+    log: RoundLog
+    """The rounds, or those that the steps were put together from."""
     drafter: str
     """Model of the latency table that drafts."""
-    by_passes: bool
-    """True if its drafts are passes of a model, False if their calls were recorded."""
-    speculates: bool
-    """False for plain decoding, of an engine without a drafter."""
-    reads: bool
-    """True if the policy reads draft signals."""
+    calls: list[Calls]
+    """Passes and other work of the source, and the verification."""
     forwards: Ints
     """Draft passes, or drafted tokens."""
     drafted: Sizes
@@ -256,17 +251,16 @@ class Ran(NamedTuple):
     rejected: Bools
     """True if drafted tokens leave the target's cache."""
     unread: Bools
-    """True if tokens that the drafter has read leave its cache, if it is a model's."""
+    """True if tokens that the drafter has read leave a cache of its own."""
     begins: Ints = np.zeros(0, np.int64)
-    """The rounds at output position 0, which read the prompt, (prompts,)."""
-    prompt: Ints = np.zeros(0, np.int64)
-    """Prompt tokens of each of these, (prompts,)."""
+    """The rounds that read the prompt, at output position 0."""
     judging: str | None = None
     """Phase of a lossy rule's verdicts."""
 
-    def adding(self, *calls: Calls) -> Ran:
-        """Return what ran with more calls."""
-        return self._replace(calls=[*self.calls, *calls])
+    @property
+    def by_passes(self) -> bool:
+        """True if drafts are passes of a model, False if their calls were recorded."""
+        return self.log.recorded_calls is None
 
 
 def priced(
@@ -306,10 +300,12 @@ def in_first_rounds(ran: Ran, latency: LatencyTable) -> Ran:
 
     calls = [begun(own) for own in ran.calls]
     if latency.has("target", "prefill"):
-        with_drafts = ran.prompt + ran.drafted[ran.begins]
+        prompts = np.array([r.prompt_length for r in ran.log.requests], dtype=np.int64)
+        alone = prompts[ran.log.rounds["request"][ran.begins]]
+        with_drafts = alone + ran.drafted[ran.begins]
         calls += [
             Calls("target", "prefill", ran.begins, with_drafts, verify=True),
-            Calls("target", "prefill", ran.begins, ran.prompt, times=-1, verify=True),
+            Calls("target", "prefill", ran.begins, alone, times=-1, verify=True),
         ]
     return ran._replace(calls=calls)
 
@@ -319,7 +315,7 @@ def in_every_step(ran: Ran, latency: LatencyTable) -> Ran:
 
     It takes a pass in every step.  So a single pass whose token is not verified was not asked for.
     """
-    if not (ran.speculates and ran.by_passes and latency.has(ran.drafter, "along")):
+    if ran.log.is_plain or not (ran.by_passes and latency.has(ran.drafter, "along")):
         return ran
     asked = np.where((ran.forwards < 2) & (ran.drafted == 0), 0, ran.forwards)
 
@@ -338,53 +334,39 @@ def settling(ran: Ran, latency: LatencyTable) -> Ran:
     """Add what a round's next draft passes take longer than later ones."""
     if not (ran.by_passes and latency.has(ran.drafter, "settling")):
         return ran
-    return ran.adding(*(
-        Calls(ran.drafter, "settling", own.round, own.times) for own in ran.calls if own.advancing
-    ))  # fmt: skip
+    later = [own for own in ran.calls if own.advancing]
+    longer = [Calls(ran.drafter, "settling", own.round, own.times) for own in later]
+    return ran._replace(calls=[*ran.calls, *longer])
 
 
 def host_phases(ran: Ran, latency: LatencyTable) -> Ran:
     """Add what a round pays by itself, whatever its passes (`traces.latency.table.Phase.per`)."""
+    calls = list(ran.calls)
     for phase, of in PHASES.items():
-        if of.per in PER:
-            times = PER[of.per](ran)
-            every = np.flatnonzero(times)
-            ran = ran.adding(*(
-                Calls(model, phase, every, times=times[every])
-                for model in HOSTS if latency.has(model, phase)
-            ))  # fmt: skip
-    return ran
-
-
-def rollbacks(ran: Ran, latency: LatencyTable) -> Ran:
-    """Add the removal of tokens from the caches."""
-    unread = ran.unread if ran.by_passes else np.zeros_like(ran.unread)
-    return ran.adding(*(
-        Calls(model, "rollback", np.flatnonzero(of))
-        for model, of in (("target", ran.rejected), (ran.drafter, unread))
-        if latency.has(model, "rollback")
-    ))  # fmt: skip
-
-
-def verdicts(ran: Ran, latency: LatencyTable) -> Ran:
-    """Add the verdicts of a lossy rule, where they were measured."""
-    if ran.judging is None or not latency.has("target", ran.judging):
-        return ran
-    every = np.arange(len(ran.drafted))
-    return ran.adding(Calls("target", ran.judging, every, ran.drafted))
+        if of.per in PER and (of.per != "verdict" or phase == ran.judging):
+            for model, times in PER[of.per](ran).items():
+                if latency.has(model, phase):
+                    own = np.flatnonzero(times)
+                    many = times[own].astype(np.int64)
+                    calls.append(Calls(model, phase, own, ran.drafted[own], times=many))
+    return ran._replace(calls=calls)
 
 
 ADDED: tuple[Callable[[Ran, LatencyTable], Ran], ...] = (
-    in_first_rounds, in_every_step, settling, host_phases, rollbacks, verdicts,
+    in_first_rounds, in_every_step, settling, host_phases,
 )  # fmt: skip
 """What runs besides a source's calls and the verification; each adds or alters calls."""
 
-PER: dict[str, Callable[[Ran], Ints]] = {
-    "round": lambda ran: np.ones_like(ran.forwards),
-    "drafted": lambda ran: ran.forwards,
-    "read": lambda ran: ran.forwards * ran.reads,
+HOSTS = ("target", "draft")
+"""Models under which a host phase may be stored."""
+PER: dict[str, Callable[[Ran], dict[str, Ints | Bools]]] = {
+    "round": lambda ran: dict.fromkeys(HOSTS, np.ones_like(ran.forwards)),
+    "drafted": lambda ran: dict.fromkeys(HOSTS, ran.forwards),
+    "read": lambda ran: dict.fromkeys(HOSTS, ran.forwards * bool(ran.log.reads)),
+    "verdict": lambda ran: {"target": np.ones_like(ran.forwards)},
+    "rollback": lambda ran: {"target": ran.rejected, ran.drafter: ran.unread},
 }
-"""How often a round pays for phases of the host (`traces.latency.table.Phase.per`)."""
+"""How often a round pays for a phase, by its model (`traces.latency.table.Phase.per`)."""
 
 
 def _kept(calls: Calls, which: Bools) -> Calls:
@@ -545,19 +527,10 @@ def judging_seconds(latency: LatencyTable, phase: str, batch: int, longest: int)
     return latency.seconds("target", phase, batch=nearest, new_tokens=lengths)
 
 
-HOSTS = ("target", "draft")
-"""Models under which a host phase may be stored."""
-
-
 def missing_hosts(latency: LatencyTable, reads: bool) -> list[str]:
     """Return the host phases that a run at `latency` would have and the table has not."""
     phases = ["host_round", *(["signal"] if reads else [])]
     return [phase for phase in phases if not any(latency.has(model, phase) for model in HOSTS)]
-
-
-def host_seconds(latency: LatencyTable, phase: str, batch: int) -> float:
-    """Return seconds of a host phase at `batch`, under whichever models it was stored; else 0."""
-    return sum(scalar_seconds(latency, model, phase, batch) for model in HOSTS)
 
 
 def scalar_seconds(latency: LatencyTable, model: str, phase: str, batch: int) -> float:
@@ -607,11 +580,11 @@ def host_at(latency: LatencyTable, reads: bool, batch: int) -> Host:
 
     ``reads`` says whether the policy reads draft signals.
     """
-    per = dict.fromkeys(PER, 0.0)
+    per: dict[str, float] = defaultdict(float)
     for phase, of in PHASES.items():
-        if of.per in per:
-            per[of.per] += host_seconds(latency, phase, batch)
-    rollbacks = (scalar_seconds(latency, model, "rollback", batch) for model in HOSTS)
-    around = [scalar_seconds(latency, SERVER, of, batch) for of in ("iteration", "request")]
+        own = (SERVER,) if of.per in ("step", "request") else HOSTS
+        per[of.per] += sum(scalar_seconds(latency, model, phase, batch) for model in own)
     draft_s = per["drafted"] + per["read"] * reads
-    return Host(per["round"] + around[0], draft_s, *rollbacks, *around)
+    rollbacks = (scalar_seconds(latency, model, "rollback", batch) for model in HOSTS)
+    around = [per["step"], per["request"]]
+    return Host(per["round"] + per["step"], draft_s, *rollbacks, *around)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from simulator.pricing import price
+from simulator.pricing import PER, price
+from simulator.serving.cost import EngineCost
 from tests.test_pricing import CELLS, LOOKUP, random_log, summed, table
 from traces.errors import DraftsimError
-from traces.latency.table import LatencyTable
+from traces.latency.table import PHASES, SERVER, LatencyTable, Phase
 from traces.replay.calls import (
     ADAPTER,
     CALL_DTYPE,
@@ -24,6 +26,8 @@ from traces.replay.calls import (
     TREE,
 )
 from traces.replay.rounds import RoundLog
+
+ROOT = Path(__file__).parents[1]
 
 
 def calling(*kinds: int) -> RoundLog:
@@ -154,3 +158,35 @@ def test_passes_behind_light_drafts_are_read_apart_where_they_were_timed_apart()
         verify_s = price(drafting(log), table(forward | rows)).verify_s
         np.testing.assert_allclose(verify_s, price(by_model, bare).verify_s)
     np.testing.assert_array_equal(price(by_model, both).verify_s, price(by_model, bare).verify_s)
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_every_kind_of_latency_is_timed_where_its_line_says(name: str) -> None:
+    phase = PHASES[name]
+    assert phase.per in ("", "step", "request", *PER)
+    if phase.timed:
+        assert f'"{name}"' in (ROOT / phase.timed).read_text()
+    if phase.instead is not None:
+        assert phase.instead[2] in PHASES
+
+
+@pytest.mark.parametrize(
+    ("per", "times"),
+    [("round", 1), ("drafted", "draft_forwards"), ("read", "draft_forwards"), ("step", 0)],
+)
+def test_another_kind_of_latency_is_a_line_in_the_table(
+    per: str, times: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pricing and serving charge it as its line says; the rounds are not asked for it by name."""
+    monkeypatch.setitem(PHASES, "detokenized", Phase("one more part of the host's time", per=per))
+    model = SERVER if per == "step" else "target"
+    forward = {key: value for key, value in CELLS.items() if key[1] == "forward"}
+    without, more = table(forward), table(forward | {(model, "detokenized", 1, 1, 0): 0.5})
+    log = random_log(3, reads=("prob",))
+    added_s = price(log, more).round_s - price(log, without).round_s
+    wanted = times if isinstance(times, int) else log.rounds[times]
+    np.testing.assert_allclose(added_s, 0.5 * np.broadcast_to(wanted, len(log)), atol=1e-12)
+    hosts = [EngineCost(latency, reads=True).host(1) for latency in (more, without)]
+    round_s, draft_s, *_, step_s, _ = np.subtract(*hosts)
+    assert (round_s, draft_s) == ((0.5, 0) if per in ("round", "step") else (0, 0.5))
+    assert step_s == (0.5 if per == "step" else 0)

@@ -135,12 +135,11 @@ def step_costs(
     held, seen = steps.context, steps.draft_context
     if context is not None:
         held, seen = context + steps.output, context + steps.draft_output
-    drafted, cached, plain = steps.width - 1, np.maximum(held - 1, 0), steps.log.is_plain
+    drafted, cached = steps.width - 1, np.maximum(held - 1, 0)
+    calls = verification(drafted, cached) + passes_of(steps.longest, steps.catch_up, seen, "draft")
     ran = Ran(
-        verification(drafted, cached) + passes_of(steps.longest, steps.catch_up, seen, "draft"),
-        "draft", True, not plain, bool(steps.log.reads), steps.longest, drafted, cached,
-        steps.rejected, steps.unread,
-    )  # fmt: skip
+        steps.log, "draft", calls, steps.longest, drafted, cached, steps.rejected, steps.unread
+    )
     parts, passes = priced(ran, latency, steps.batch)
     return sum(parts, np.zeros(len(held))), passes
 

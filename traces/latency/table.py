@@ -42,8 +42,8 @@ class Phase(NamedTuple):
     timed: str = ""
     """Module that times it; empty where a table has it from elsewhere alone."""
     per: str = ""
-    """What a round pays it for by itself, whatever its passes: a key of `simulator.pricing.PER`;
-    empty for passes and other calls, which are counted one by one."""
+    """What pays for it by itself: a key of `simulator.pricing.PER`, or a server's "step" or
+    "request"; empty for passes and other calls, which are counted one by one."""
     instead: tuple[str, str, str] | None = None
     """Where it was not measured: its model, or empty for any, and the (model, phase) that is read
     instead, with an empty model for the same; None: nothing."""
@@ -53,6 +53,7 @@ class Phase(NamedTuple):
 
 _PASSES, _HOST = "profiler/latency/passes.py", "profiler/latency/host.py"
 _SOURCES, _ENGINE = "profiler/sources/latency.py", "profiler/engines/measure.py"
+_SERVED = "simulator/served.py"
 
 PHASES: dict[str, Phase] = {
     "prefill": Phase(
@@ -118,20 +119,18 @@ PHASES: dict[str, Phase] = {
     ),
     "request": Phase(
         "time that a server (model `server`) adds to a request: from the client to the engine's "
-        "queue, and from a step's end to the client (batch = running requests)",
-        "simulator/served.py",
+        "queue, and from a step's end to the client (batch = running requests)", _SERVED, "request",
     ),
     "apart": Phase(
         "delay between two requests at a server's engine, if several were sent at once "
-        "(batch = their number)", "simulator/served.py",
+        "(batch = their number)", _SERVED,
     ),
     "iteration": Phase(
-        "time that a server adds to a step of its engine: messages, the loop",
-        "simulator/served.py",
+        "time that a server adds to a step of its engine: messages, the loop", _SERVED, "step"
     ),
 }  # fmt: skip
-"""The kinds of latencies.  Its line here, and what times it, are all that another phase that rounds
-pay `per` something needs: pricing and serving read it from here."""
+"""The kinds of latencies.  One that rounds, steps or requests pay for by itself (`Phase.per`) needs
+its line here and what times it: pricing and serving read the rest from here."""
 
 RENAMED_PHASES = {"beside": "with_prompts"}
 """Phases of tables that were written before, by their names there."""
