@@ -16,7 +16,7 @@ from policies.vectorised import own_word, plan_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import LAYER, pack_counted
+from traces.replay.calls import LAYER, pack_calls, pack_counted
 from traces.replay.rounds import RoundLog
 from traces.replay.ruled import prepared_rule
 from traces.replay.run import own_policy, source_under, text_fidelity
@@ -61,27 +61,33 @@ def replay_source(
     check_signals(policy, source, recordings)
     first = trace.first if first is None else first
     chosen = range(len(trace.requests)) if requests is None else requests
+    by_passes = source.by_passes(recordings)
     if source.chained:
         source.check(trace, recordings, first)
+    if source.chained and len(chosen):
         chains = source.drafts_along(trace, recordings)
         chains = chains if chosen == range(len(trace.requests)) else chains.select(chosen)
         [log] = replay_many(chains, {describe(policy): policy}, rule=rule, first=first)
         log = replace(log, policy=name or log.policy)
-        if source.by_passes(recordings):
+        if by_passes:
             return log
         calls = pack_counted(source.counted(log, source.recording(recordings)))
         drafter = source.drafter(recordings)
         return replace(log, recorded_calls=calls, drafter=drafter, takes_verified=False)
-    # Some of them may look up what others said: the trace itself is not cut.
-    decoder_of = source.open(trace, recordings, first)
-    own = own_policy(trace, policy)
-    known = _at_once(trace, decoder_of, own, first, chosen)
-    rounds, calls = known or _asked(source, decoder_of, own, chosen)
+    if source.chained:
+        rounds, calls = RoundLog.pack([]), pack_calls([])
+    else:
+        # Some of them may look up what others said: the trace itself is not cut.
+        decoder_of = source.open(trace, recordings, first)
+        own = own_policy(trace, policy)
+        known = _at_once(trace, decoder_of, own, first, chosen)
+        rounds, calls = known or _asked(source, decoder_of, own, chosen)
     return RoundLog(
         rounds, [trace.requests[i] for i in chosen], name or describe(policy),
         source=source_under(policy, source.label(recordings)), verify=lossless,
         fidelity=text_fidelity(trace) if source.fidelity == "exact" else source.fidelity,
-        reads=policy.reads, first=first, recorded_calls=calls, drafter=source.drafter(recordings),
+        reads=policy.reads, first=first, recorded_calls=None if by_passes else calls,
+        drafter=source.drafter(recordings), takes_verified=by_passes,
     )  # fmt: skip
 
 
