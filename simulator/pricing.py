@@ -340,7 +340,7 @@ def settling(ran: Ran, latency: LatencyTable) -> Ran:
 
 
 def host_phases(ran: Ran, latency: LatencyTable) -> Ran:
-    """Add what a round pays by itself, whatever its passes (`traces.latency.table.Phase.per`)."""
+    """Add what a round is charged by itself, whatever its passes (`LatencyKind.per`)."""
     calls = list(ran.calls)
     for phase, of in PHASES.items():
         if of.per in PER and (of.per != "verdict" or phase == ran.judging):
@@ -355,7 +355,7 @@ def host_phases(ran: Ran, latency: LatencyTable) -> Ran:
 ADDED: tuple[Callable[[Ran, LatencyTable], Ran], ...] = (
     in_first_rounds, in_every_step, settling, host_phases,
 )  # fmt: skip
-"""What runs besides a source's calls and the verification; each adds or alters calls."""
+"""Functions that add or alter calls, for all that runs besides a source and the verification."""
 
 HOSTS = ("target", "draft")
 """Models under which a host phase may be stored."""
@@ -366,7 +366,7 @@ PER: dict[str, Callable[[Ran], dict[str, Ints | Bools]]] = {
     "verdict": lambda ran: {"target": np.ones_like(ran.forwards)},
     "rollback": lambda ran: {"target": ran.rejected, ran.drafter: ran.unread},
 }
-"""How often a round pays for a phase, by its model (`traces.latency.table.Phase.per`)."""
+"""How often a round is charged for a phase, by its model (`LatencyKind.per`)."""
 
 
 def _kept(calls: Calls, which: Bools) -> Calls:

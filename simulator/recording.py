@@ -21,7 +21,7 @@ from traces.latency.table import LatencyTable
 from traces.replay.calls import in_one_pass
 from traces.sources.as_draft import check_drafts, drafted_latency, drafted_trace
 from traces.sources.base import Source
-from traces.sources.draft_model import DraftModel
+from traces.sources.draft_model import DraftModelSource
 from traces.sources.found import engine_source, find_recordings, own_source
 from traces.sources.recording import Recordings
 from traces.sources.registry import parse_source
@@ -354,10 +354,10 @@ def load_latency(name: str | None, trace_name: str, say: Say = silent) -> Latenc
 def load_source(text: str | None) -> Source | None:
     """Return the source that `text` describes; None for the trace's own drafts."""
     try:
-        source = parse_source(text or DraftModel.name)
+        source = parse_source(text or DraftModelSource.name)
     except ValueError as error:
         raise DraftsimError(str(error)) from None
-    return None if isinstance(source, DraftModel) else source
+    return None if isinstance(source, DraftModelSource) else source
 
 
 def load_recording(

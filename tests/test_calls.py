@@ -12,7 +12,7 @@ from simulator.pricing import PER, price
 from simulator.serving.cost import EngineCost
 from tests.test_pricing import CELLS, LOOKUP, random_log, summed, table
 from traces.errors import DraftsimError
-from traces.latency.table import PHASES, SERVER, LatencyTable, Phase
+from traces.latency.table import PHASES, SERVER, LatencyKind, LatencyTable
 from traces.replay.calls import (
     ADAPTER,
     CALL_DTYPE,
@@ -178,7 +178,9 @@ def test_another_kind_of_latency_is_a_line_in_the_table(
     per: str, times: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pricing and serving charge it as its line says; the rounds are not asked for it by name."""
-    monkeypatch.setitem(PHASES, "detokenized", Phase("one more part of the host's time", per=per))
+    monkeypatch.setitem(
+        PHASES, "detokenized", LatencyKind("one more part of the host's time", per=per)
+    )
     model = SERVER if per == "step" else "target"
     forward = {key: value for key, value in CELLS.items() if key[1] == "forward"}
     without, more = table(forward), table(forward | {(model, "detokenized", 1, 1, 0): 0.5})

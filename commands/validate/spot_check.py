@@ -194,7 +194,7 @@ class SourceRuns(RealRuns):
     remedy = REMEDY
 
     def __init__(self, given: CheckedPair, source: str | None) -> None:
-        from traces.sources.draft_model import DraftModel
+        from traces.sources.draft_model import DraftModelSource
         from traces.sources.found import find_recordings
         from traces.sources.registry import describe_source
         from traces.sources.replay import replay_source
@@ -210,7 +210,7 @@ class SourceRuns(RealRuns):
             self.policies[name], self.sources[name] = policy, own
             self.logs.append(
                 replay_source(
-                    self.whole, own or DraftModel(), policy, recordings=recordings, name=name,
+                    self.whole, own or DraftModelSource(), policy, recordings=recordings, name=name,
                     requests=self.chosen,
                 )
             )  # fmt: skip

@@ -9,7 +9,7 @@ from traces.sources.base import Source
 from traces.sources.recording import Recordings
 
 
-class DraftModel(Source):
+class DraftModelSource(Source):
     """The trace's own draft model."""
 
     name = "draft-model"

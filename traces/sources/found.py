@@ -13,7 +13,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.sources.as_draft import drafted_latency, drafted_trace
 from traces.sources.base import Source, true_tokens
-from traces.sources.draft_model import DraftModel
+from traces.sources.draft_model import DraftModelSource
 from traces.sources.exit_recording import ExitRecording
 from traces.sources.recording import Recordings, SourceRecording
 from traces.sources.registry import SOURCES, parse_source
@@ -128,7 +128,7 @@ def find_drafted(name: str, source: str | None = None) -> tuple[Trace, LatencyTa
         return trace, latency
     recordings = find_recordings(name, trace)
     own = own_source(latency, trace, recordings) if source is None else parse_source(source)
-    drafter = own or DraftModel()
+    drafter = own or DraftModelSource()
     recordings = drafter.completed(trace, recordings)
     drafted = drafted_trace(trace, drafter, recordings)
     return drafted, drafted_latency(latency, drafter, recordings)

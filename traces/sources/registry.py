@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from policies.spec import describe_spec, parse_spec
 from traces.sources.base import Source
-from traces.sources.draft_model import DraftModel
+from traces.sources.draft_model import DraftModelSource
 from traces.sources.early_exit import EarlyExit, Kangaroo
 from traces.sources.lookups.sources import PLD, REST, Lookahead, NGram, NGramSimple, Suffix
 from traces.sources.starts.parallel import Eagle, Parallel
 from traces.sources.starts.sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
 from traces.sources.starts.trees import Eagle2
 
-DRAFT_MODEL = DraftModel.name
+DRAFT_MODEL = DraftModelSource.name
 
 SOURCES: Mapping[str, type[Source]] = {
     cls.name: cls
     for cls in (
-        DraftModel, PLD, REST, Lookahead, EarlyExit, Kangaroo, LayerSkip, Blockwise, Medusa,
+        DraftModelSource, PLD, REST, Lookahead, EarlyExit, Kangaroo, LayerSkip, Blockwise, Medusa,
         MedusaTree, Space, SpecDec, Eagle, Eagle2, Parallel, NGram, Suffix, NGramSimple,
     )
 }  # fmt: skip
