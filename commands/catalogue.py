@@ -115,14 +115,9 @@ def rule_rows() -> list[dict[str, Any]]:
 
 def source_rows() -> list[dict[str, Any]]:
     """Return every draft source, and the named methods that combine one with a policy."""
-    from traces.sources.registry import DRAFT_MODEL, SOURCES, SYSTEMS
+    from traces.sources.registry import SOURCES, SYSTEMS
 
-    drafter = {
-        "name": DRAFT_MODEL, "parameters": [], "kind": "source", "paper": "-",
-        "what": "The trace's own draft model",
-    }  # fmt: skip
-    rows = [drafter, *(_described(name, cls, kind="source") for name, cls in SOURCES.items())]
-    return rows + [
+    return [_described(name, cls, kind="source") for name, cls in SOURCES.items()] + [
         {
             "name": name, "parameters": [], "kind": "system", "paper": _ids(system.what),
             "what": f"{system.what} = {system.source} x {system.policy}",

@@ -47,8 +47,9 @@ def report(
     """
     from commands.simulate.table import headline
     from simulator.predict import compare, split_asked
+    from simulator.pricing import always_drafted
     from simulator.report.data import against_fixed, carried_spans, names_of, render, report_data
-    from traces.replay.calls import always_drafted, drafting_always, passes_always
+    from traces.replay.calls import drafting_always, passes_always
     from traces.store.engine_runs import read_measured
     from traces.store.writing import write_atomically
 

@@ -110,7 +110,12 @@ def bounds() -> str:
 
 def phases() -> str:
     """Return the phases of a latency table."""
-    return table(("phase", "what was timed"), [(code(n), what) for n, what in PHASES.items()])
+    rows = []
+    for name, phase in PHASES.items():
+        model, other, again = phase.instead or ("", "", "")
+        instead = " ".join(map(code, filter(None, (other or model, again))))
+        rows.append((code(name), phase.what, code(phase.timed) if phase.timed else "", instead))
+    return table(("phase", "what was timed", "timed in", "read instead"), rows)
 
 
 def operators() -> str:

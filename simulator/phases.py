@@ -159,7 +159,7 @@ def phase_rows(
 
 def _within(run: Priced, keep: Bools) -> Priced:
     """Return the rounds of `run` that `keep` names, (rounds,), with their seconds."""
-    log = replace(run.log, rounds=run.log.rounds[keep], calls=None, mismatched=None)
+    log = replace(run.log, rounds=run.log.rounds[keep], recorded_calls=None, mismatched=None)
     return replace(
         run, log=log, draft_s=run.draft_s[keep], verify_s=run.verify_s[keep],
         signal_s=run.signal_s[keep], host_s=run.host_s[keep],

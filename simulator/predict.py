@@ -50,6 +50,7 @@ from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 from traces.sources.base import Source
 from traces.sources.found import find_recordings
+from traces.sources.lookups.sources import LookupSource
 from traces.sources.methods import METHODS, method, method_of, resolved
 from traces.sources.recording import Recordings
 from traces.sources.registry import DRAFT_MODEL, SOURCES, SYSTEMS, parse_source
@@ -155,7 +156,7 @@ def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
 
     if log.drafter != "draft" and not (latency.is_constant or latency.has(log.drafter, "forward")):
         return False
-    ran = [] if log.calls is None else np.unique(log.calls["kind"]).tolist()
+    ran = [] if log.recorded_calls is None else np.unique(log.recorded_calls["kind"]).tolist()
     kinds = {CALL_KINDS[kind] for kind in ran if kind not in (DRAFTER, DRAFTER_TREE, ONE_PASS)}
     if DRAFTER_TREE in ran:
         kinds.add((log.drafter, "tree"))
@@ -179,7 +180,7 @@ def with_free_lookups(latency: LatencyTable) -> LatencyTable:
         [
             (cls.name, "forward", 1, 1, 0, 0.0, 0.0, 1)
             for cls in SOURCES.values()
-            if cls.recorded_as is None and not latency.has(cls.name, "forward")
+            if issubclass(cls, LookupSource) and not latency.has(cls.name, "forward")
         ],
         columns=list(CELL_COLUMNS),
     )
@@ -424,7 +425,7 @@ def load_method(
     ``name`` is in `traces.sources.methods.METHODS`, or ``POLICY+RULE``.
     """
     chosen = method_of(name) or method(name)
-    if chosen.source not in (DRAFT_MODEL, "none"):
+    if not chosen.by_model:
         raise DraftsimError(
             f"method {name!r} drafts with {chosen.source}, whose replay is exact: see `simulate`"
         )

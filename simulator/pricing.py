@@ -1,6 +1,8 @@
 """Prices of rounds: from a round log and a latency table to the time of every round.
 
-A round of a draft model costs
+A round is a list of calls (`RoundLog.calls`), and its time is the sum of theirs (`seconds`).  What
+runs besides adds or alters calls, one function each, in the order of `ADDED`.  A round of a draft
+model costs
 
 * a draft pass per drafted token: the first over ``catch_up`` tokens, the others over one, and the
   next few take longer than later ones (`LatencyTable.settling_s`),
@@ -17,14 +19,17 @@ priced alike.  If the engine always drafts (`traces.replay.calls`), rounds witho
 passes, too.  Decode time is the sum over rounds; prefill is separate.
 
 For another source, its recorded calls replace the draft passes, and the target's pass if they
-include verification.  A drafter on the target's features is priced like a draft model.
+include verification.  A drafter on the target's features is priced like a draft model.  The steps
+of a full batch are priced as rounds whose sizes are means (`simulator.whatif.batching`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -35,28 +40,10 @@ from policies.rules.base import VerifyRule
 from policies.rules.registry import RULES
 from traces.errors import DraftsimError
 from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED
-from traces.latency.table import SERVER, Estimate, LatencyTable
-from traces.replay.calls import (
-    CALL_KINDS,
-    DRAFTER,
-    DRAFTER_TREE,
-    LAYER,
-    ONE_PASS,
-    always_drafted,
-    distinct,
-    passes_always,
-)
+from traces.latency.table import PHASES, SERVER, Estimate, LatencyTable
+from traces.replay.calls import OWN, Calls, Sizes, distinct, passes_always
+from traces.replay.layout import caught_up
 from traces.replay.rounds import ROUND_DTYPE, RoundLog
-
-Sizes = Floats | Ints
-
-FALLBACKS = {
-    ("exit", "head"): ("target", "head"),
-    ("exit", "layer"): ("target", "layer"),
-    ("target", "pass"): ("target", "forward"),
-    ("target", "tree"): ("target", "pass"),
-}
-"""Where a part was not measured by itself, the nearest that was."""
 
 
 class PassCount(NamedTuple):
@@ -122,10 +109,9 @@ class Priced:
         total_s, passes = np.zeros(len(prompts)), NO_PASSES
         for model in _readers(self.log, _drafter(self.log, self.latency)):
             if self.latency.has(model, "prefill"):
-                seconds, count = pass_seconds(
-                    self.latency, model, self.batch, prompts, np.zeros_like(prompts), "prefill"
-                )
-                total_s, passes = total_s + seconds, passes + count
+                read = Calls(model, "prefill", np.arange(len(prompts)), prompts)
+                found, count = seconds(read, self.latency, self.batch)
+                total_s, passes = total_s + found, passes + count
         return total_s, passes
 
     @property
@@ -217,69 +203,283 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     """
     log = always_drafted(log, passes_always(latency))
     drafter = _drafter(log, latency)
-    if log.calls is None and log.drafter == "draft" and log.source not in ("draft-model", "none"):
+    by_model = log.drafter != "draft" or log.source in ("draft-model", "none")
+    if log.recorded_calls is None and not by_model:
         raise DraftsimError(
             f"rounds drafted by {log.source!r} have another cost than a draft model's passes, and "
             "this log does not hold their calls: replay them with `replay_source`"
         )
     if batch < 1:
         raise DraftsimError(f"batch is {batch}, expected at least 1")
-    rounds, context = log.rounds, log.context
-    drafted = rounds["drafted"].astype(np.int64)
-    along = runs_along(log, latency, drafter)
-    forwards = asked_passes(rounds["draft_forwards"].astype(np.int64), drafted, along)
-    accepted = rounds["accepted"].astype(np.int64)
-    calls, passes = log.calls, NO_PASSES
+    rounds = log.rounds
+    drafted, forwards, accepted = (
+        rounds[name].astype(np.int64) for name in ("drafted", "draft_forwards", "accepted")
+    )
+    judging = None if log.mismatched is None else judging_phase(log)
+    calls = [c._replace(model=drafter) if c.model == OWN else c for c in log.calls]
+    parts, passes = priced(
+        Ran(
+            log, drafter, calls, forwards, drafted, np.maximum(log.context - 1, 0),
+            # The last drafted token was never fed to the draft model: its cache holds one fewer.
+            accepted < drafted, (accepted < forwards - 1) & (log.recorded_calls is None),
+            np.flatnonzero(rounds["position"] == 0), judging,
+        ),
+        latency, batch,
+    )  # fmt: skip
+    unjudged = judging is not None and missing_judging(latency, judging)
+    return Priced(log, latency, batch, *parts, passes, ("judging",) if unjudged else ())
 
-    # The last token emitted is in no cache yet: it is the first the next pass processes.
-    cached = np.maximum(context - 1, 0)
-    width, verify_s = drafted + 1, np.zeros(len(log))
-    prompted = (rounds["position"] == 0) & latency.has("target", "prefill")
-    if prompted.any():
-        prompts = np.array([r.prompt_length for r in log.requests], dtype=np.int64)
-        prompt = prompts[rounds["request"][prompted]]
-        (with_drafts, count), (prompt_s, _) = (
-            pass_seconds(latency, "target", batch, tokens, np.zeros_like(tokens), "prefill")
-            for tokens in (prompt + drafted[prompted], prompt)
-        )
-        verify_s[prompted] = np.maximum(with_drafts - prompt_s, 0.0)
-        passes += count
-    if calls is not None and calls["verify"].any():
-        verify_s, count = call_seconds(log, latency, batch=batch, verify=True)
-        passes += count
-    else:
-        for phase, of in (("forward", width == 1), (verify_phase(log, latency), width > 1)):
-            rest = of & ~prompted
-            verify_s[rest], count = pass_seconds(
-                latency, "target", batch, width[rest], cached[rest], phase
-            )
-            passes += count
 
-    catch_up = rounds["catch_up"].astype(np.int64)
-    if latency.has(drafter, "prefill"):
-        # A first pass at position 0 is the draft's prefill, booked above.
-        catch_up[rounds["position"] == 0] = 0
-    if calls is None:
-        verified = Verified(width, cached) if along else None
-        draft_s, count = draft_seconds(
-            latency, drafter, batch, forwards, catch_up, context, verified
-        )
-    else:
-        draft_s, count = call_seconds(log, latency, batch=batch, verify=False)
-    each_s = host_seconds(latency, "signal", batch) if log.reads else 0.0
-    signal_s = np.asarray(forwards * each_s, dtype=np.float64)
-    # The last drafted token was never fed to the draft model, so its cache holds one fewer.
-    unread = accepted < forwards - 1 if calls is None else np.zeros(len(log), bool)
-    host_s = round_host_seconds(latency, drafter, batch, forwards, accepted < drafted, unread)
-    left_out: tuple[str, ...] = ()
-    if log.mismatched is not None:
-        phase = judging_phase(log)
-        if missing_judging(latency, phase):
-            left_out = ("judging",)
-        elif len(drafted):
-            host_s += judging_seconds(latency, phase, batch, int(drafted.max()))[drafted]
-    passes += count
-    return Priced(log, latency, batch, draft_s, verify_s, signal_s, host_s, passes, left_out)
+class Ran(NamedTuple):
+    """Rounds of one sequence, or steps of a batch, whose sizes are means; arrays (rounds,)."""
+
+    log: RoundLog
+    """The rounds, or those that the steps were put together from."""
+    drafter: str
+    """Model of the latency table that drafts."""
+    calls: list[Calls]
+    """Passes and other work of the source, and the verification."""
+    forwards: Ints
+    """Draft passes, or drafted tokens."""
+    drafted: Sizes
+    """Drafted tokens that are verified."""
+    cached: Sizes
+    """Tokens in the target's cache before the verification.
+
+    The last token emitted is in no cache yet: it is the first the next pass processes.
+    """
+    rejected: Bools
+    """True if drafted tokens leave the target's cache."""
+    unread: Bools
+    """True if tokens that the drafter has read leave a cache of its own."""
+    begins: Ints = np.zeros(0, np.int64)
+    """The rounds that read the prompt, at output position 0."""
+    judging: str | None = None
+    """Phase of a lossy rule's verdicts."""
+
+    @property
+    def by_passes(self) -> bool:
+        """True if drafts are passes of a model, False if their calls were recorded."""
+        return self.log.recorded_calls is None
+
+
+def priced(
+    ran: Ran, latency: LatencyTable, batch: int
+) -> tuple[tuple[Floats, Floats, Floats, Floats], PassCount]:
+    """Return seconds of drafting, verification, signals and the host, (rounds,) each.
+
+    Also returns the count of passes.  Raises DraftsimError if the table lacks the cells of a call.
+    """
+    for add in ADDED:
+        ran = add(ran, latency)
+    draft_s, verify_s, signal_s, host_s = np.zeros((4, len(ran.forwards)))
+    passes = NO_PASSES
+    for calls in ran.calls:
+        found, count = seconds(calls, latency, batch)
+        passes += count
+        parts = {"": verify_s if calls.verify else draft_s, "read": signal_s}
+        part = parts.get(PHASES[calls.phase].per, host_s)
+        part += np.bincount(calls.round, found, len(part))
+    # A prompt may be measured to take longer than with its drafts.
+    return (draft_s, np.maximum(verify_s, 0.0), signal_s, host_s), passes
+
+
+def in_first_rounds(ran: Ran, latency: LatencyTable) -> Ran:
+    """Replace the first passes of rounds that read the prompt by the models' prefill.
+
+    The prompt alone is booked as prefill (`Priced.prefill_s`).
+    """
+    if not len(ran.begins):
+        return ran
+
+    def begun(own: Calls) -> Calls:
+        read = own.verify or (own.phase == "catch_up" and ran.by_passes)
+        if not (read and latency.has(own.model, "prefill")):
+            return own
+        return _kept(own, ~np.isin(own.round, ran.begins))
+
+    calls = [begun(own) for own in ran.calls]
+    if latency.has("target", "prefill"):
+        prompts = np.array([r.prompt_length for r in ran.log.requests], dtype=np.int64)
+        alone = prompts[ran.log.rounds["request"][ran.begins]]
+        with_drafts = alone + ran.drafted[ran.begins]
+        calls += [
+            Calls("target", "prefill", ran.begins, with_drafts, verify=True),
+            Calls("target", "prefill", ran.begins, alone, times=-1, verify=True),
+        ]
+    return ran._replace(calls=calls)
+
+
+def in_every_step(ran: Ran, latency: LatencyTable) -> Ran:
+    """Let a drafter that runs along with the target read all that every step verifies.
+
+    It takes a pass in every step.  So a single pass whose token is not verified was not asked for.
+    """
+    if ran.log.is_plain or not (ran.by_passes and latency.has(ran.drafter, "along")):
+        return ran
+    asked = np.where((ran.forwards < 2) & (ran.drafted == 0), 0, ran.forwards)
+
+    def along(own: Calls) -> Calls:
+        if own.phase != "catch_up":
+            return own
+        of = own.round[asked[own.round] > 0]
+        return own._replace(round=of, new_tokens=ran.drafted[of] + 1, context=ran.cached[of])
+
+    idle = np.flatnonzero(asked == 0)
+    took = Calls(ran.drafter, "along", idle, ran.drafted[idle] + 1, ran.cached[idle])
+    return ran._replace(calls=[*map(along, ran.calls), took], forwards=asked)
+
+
+def settling(ran: Ran, latency: LatencyTable) -> Ran:
+    """Add what a round's next draft passes take longer than later ones."""
+    if not (ran.by_passes and latency.has(ran.drafter, "settling")):
+        return ran
+    later = [own for own in ran.calls if own.advancing]
+    longer = [Calls(ran.drafter, "settling", own.round, own.times) for own in later]
+    return ran._replace(calls=[*ran.calls, *longer])
+
+
+def host_phases(ran: Ran, latency: LatencyTable) -> Ran:
+    """Add what a round is charged by itself, whatever its passes (`LatencyKind.per`)."""
+    calls = list(ran.calls)
+    for phase, of in PHASES.items():
+        if of.per in PER and (of.per != "verdict" or phase == ran.judging):
+            for model, times in PER[of.per](ran).items():
+                if latency.has(model, phase):
+                    own = np.flatnonzero(times)
+                    many = times[own].astype(np.int64)
+                    calls.append(Calls(model, phase, own, ran.drafted[own], times=many))
+    return ran._replace(calls=calls)
+
+
+ADDED: tuple[Callable[[Ran, LatencyTable], Ran], ...] = (
+    in_first_rounds, in_every_step, settling, host_phases,
+)  # fmt: skip
+"""Functions that add or alter calls, for all that runs besides a source and the verification."""
+
+HOSTS = ("target", "draft")
+"""Models under which a host phase may be stored."""
+PER: dict[str, Callable[[Ran], dict[str, Ints | Bools]]] = {
+    "round": lambda ran: dict.fromkeys(HOSTS, np.ones_like(ran.forwards)),
+    "drafted": lambda ran: dict.fromkeys(HOSTS, ran.forwards),
+    "read": lambda ran: dict.fromkeys(HOSTS, ran.forwards * bool(ran.log.reads)),
+    "verdict": lambda ran: {"target": np.ones_like(ran.forwards)},
+    "rollback": lambda ran: {"target": ran.rejected, ran.drafter: ran.unread},
+}
+"""How often a round is charged for a phase, by its model (`LatencyKind.per`)."""
+
+
+def _kept(calls: Calls, which: Bools) -> Calls:
+    """Return those calls that `which` names, (calls,)."""
+    return Calls._make(
+        values[which] if isinstance(values, np.ndarray) else values for values in calls
+    )
+
+
+def seconds(calls: Calls, latency: LatencyTable, batch: int) -> tuple[Floats, PassCount]:
+    """Return seconds of calls, shape (calls,), and their count as passes.
+
+    Phases of the host are no passes.  Raises DraftsimError if the table lacks the cells of a pass;
+    its message names them.
+    """
+    model, phase, of = calls.model, calls.phase, calls.round
+    per = PHASES[phase].per
+    if not len(of):
+        return np.zeros(0), NO_PASSES
+    if phase == "settling":
+        return latency.settling_s(model, batch, calls.new_tokens), NO_PASSES
+    if per == "verdict":
+        drafted = np.asarray(calls.new_tokens)
+        return judging_seconds(latency, phase, batch, int(drafted.max()))[drafted], NO_PASSES
+    count = np.broadcast_to(calls.times, of.shape)
+    if per:
+        return count * scalar_seconds(latency, model, phase, batch), NO_PASSES
+    model, phase = _cells(latency, model, phase)
+    width, context = (np.broadcast_to(v, of.shape) for v in (calls.new_tokens, calls.context))
+    if calls.advancing:
+        return _advancing(latency, model, phase, batch, context, count)
+    if not calls.attends:
+        context = np.clip(context, *latency.grid(model, phase).contexts).astype(np.int64)
+    read = read_each(latency, model, batch, width, context, phase)
+    return count * read.seconds, PassCount.of(read.origin, np.maximum(count, 0))
+
+
+def _cells(latency: LatencyTable, model: str, phase: str) -> tuple[str, str]:
+    """Return (model, phase) of the cells that calls are read from; DraftsimError if there are none.
+
+    Where layers were timed by themselves, those taken apart from a pass are not read.
+    """
+    apart = ("exit", "layer") if (model, phase) == ("target", "layer") else (model, phase)
+    found = latency.cells_for(*apart)
+    if latency.has(*found):
+        return found
+    if found[1] == "forward" and model in HOSTS:
+        latency.grid(*found)  # says which models there are
+    raise DraftsimError(
+        f"latency table has no {phase!r} cells of {model!r}, which these rounds ran: profile the "
+        "target with its sources"
+    )
+
+
+def _advancing(
+    latency: LatencyTable, model: str, phase: str, batch: int, start: Sizes, count: Ints
+) -> tuple[Floats, PassCount]:
+    """Return seconds of `count` passes over consecutive contexts from `start` on, (calls,) each.
+
+    A running sum prices any span.
+    """
+    whole = np.floor(start).astype(np.int64)
+    between = start - whole
+    low, high = int(whole.min()), int((whole + count).max()) + 1
+    span = latency.estimate(model, phase, batch=batch, context=np.arange(low, high))
+    begin = whole - low
+    found = _spans(span.seconds, begin, begin + count)
+    if between.any():  # passes are linear from one token of context to the next
+        found += between * (span.seconds[begin + count] - span.seconds[begin])
+        begin = begin + (between > 0)
+    return found, PassCount(
+        int(count.sum()),
+        *(int(_spans(span.origin == o, begin, begin + count).sum())
+          for o in (INTERPOLATED, EXTRAPOLATED)),
+    )  # fmt: skip
+
+
+def _spans(values: npt.NDArray[np.generic], begin: Ints, end: Ints) -> Floats:
+    running = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    return np.asarray(running[end] - running[begin])
+
+
+def read_each(
+    latency: LatencyTable, model: str, batch: int, width: Sizes, context: Sizes, phase: str
+) -> Estimate:  # fmt: skip
+    """Return the pass of each element; equal (width, context) in whole tokens are read once."""
+    if width.dtype.kind == "f" or context.dtype.kind == "f":  # means, few of which are equal
+        return latency.estimate(model, phase, batch=batch, new_tokens=width, context=context)
+    scale = int(context.max()) + 1
+    keys, inverse = distinct(np.asarray(width * scale + context, dtype=np.int64))
+    read = latency.estimate(
+        model, phase, batch=batch, new_tokens=keys // scale, context=keys % scale
+    )
+    return Estimate(read.seconds[inverse], read.origin[inverse])
+
+
+def always_drafted(log: RoundLog, passes: int) -> RoundLog:
+    """Return the rounds of `log` in an engine that runs `passes` draft passes or more in each.
+
+    Verified and accepted tokens stay the same.  The drafter is always up to date, so its first pass
+    reads one token, or two if all that it had read was accepted; one that takes verified tokens
+    reads all that the last round emitted.  Plain decoding and the rounds of sources with calls of
+    their own are left alone.
+    """
+    if not passes or log.is_plain or log.recorded_calls is not None:
+        return log
+    rounds = log.rounds.copy()
+    forwards = np.maximum(rounds["draft_forwards"], passes)
+    begins = np.diff(rounds["request"], prepend=-1) != 0
+    unread = caught_up(begins, forwards, rounds["accepted"], log.takes_verified)
+    rounds["draft_forwards"] = forwards
+    rounds["catch_up"] = np.minimum(rounds["catch_up"], unread)
+    return replace(log, rounds=rounds)
 
 
 def _drafter(log: RoundLog, latency: LatencyTable) -> str:
@@ -289,8 +489,8 @@ def _drafter(log: RoundLog, latency: LatencyTable) -> str:
 
 def _readers(log: RoundLog, drafter: str) -> tuple[str, ...]:
     """Return the models that read the prompts: the target, and a drafter that is not part of it."""
-    own = log.calls is None or log.drafter != "draft" or ONE_PASS in log.calls["kind"]
-    return ("target", drafter) if own and log.rounds["draft_forwards"].any() else ("target",)
+    own = any(calls.model == OWN and len(calls.round) for calls in log.calls)
+    return ("target", drafter) if own else ("target",)
 
 
 def judging_phase(log: RoundLog) -> str:
@@ -327,194 +527,10 @@ def judging_seconds(latency: LatencyTable, phase: str, batch: int, longest: int)
     return latency.seconds("target", phase, batch=nearest, new_tokens=lengths)
 
 
-def call_seconds(
-    log: RoundLog, latency: LatencyTable, *, batch: int = 1, verify: bool
-) -> tuple[Floats, PassCount]:
-    """Return seconds of each round's drafting or verification calls, shape (rounds,).
-
-    Also returns the calls, counted as passes.  A layer call is read at its width and the
-    round's context.
-
-    Raises DraftsimError if the table lacks the cells of a call; its message names them.
-    """
-    assert log.calls is not None
-    calls: npt.NDArray[Any] = log.calls
-    kinds = np.where(calls["verify"] == verify, calls["kind"], -1)
-    context = np.maximum(log.context - 1, 0)
-    rounds, seconds = [np.zeros(0, np.int64)], [np.zeros(0)]
-    passes = NO_PASSES
-    for kind in np.flatnonzero(np.bincount(kinds[kinds >= 0])).tolist():
-        mine = np.flatnonzero(kinds == kind)
-        at_round, width, count = (
-            calls[name][mine].astype(np.int64) for name in ("round", "new_tokens", "count")
-        )
-        model, phase = CALL_KINDS[kind]
-        if kind in (DRAFTER, DRAFTER_TREE, ONE_PASS):
-            model = latency.drafter(log.drafter)
-        if kind == ONE_PASS:
-            phase = latency.first_draft_phase(model)
-        model, phase = _cells(latency, model, phase)
-        at = context[at_round]
-        attends = kind in (DRAFTER, DRAFTER_TREE, ONE_PASS) or phase == "layer"
-        attends |= model == "target" and phase != "head"
-        if not attends:
-            # Nothing else attends to the context: it is read where it was measured.
-            at = np.clip(at, *latency.grid(model, phase).contexts).astype(np.int64)
-        read = read_each(latency, model, batch, width, at, phase)
-        rounds.append(at_round)
-        seconds.append(count * read.seconds)
-        passes += PassCount.of(read.origin, count)
-    # In the order of the calls, whose sums depend on it.
-    total = np.bincount(np.concatenate(rounds), np.concatenate(seconds), len(log))
-    return total.astype(np.float64, copy=False), passes
-
-
-def verify_phase(log: RoundLog, latency: LatencyTable) -> str:
-    """Return the phase of the target's cells that verifications of drafted tokens cost.
-
-    A pass takes longer after passes that left other weights in the processor's caches: heads and
-    lookups leave few.  A round without drafts is a step of plain decoding, and costs that.
-    """
-    if log.calls is None or not latency.has("target", "pass"):
-        return "forward"
-    return "forward" if (log.calls["kind"] == LAYER).any() else "pass"
-
-
-def _cells(latency: LatencyTable, model: str, phase: str) -> tuple[str, str]:
-    key: tuple[str, str] | None
-    key = ("exit", "layer") if (model, phase) == ("target", "layer") else (model, phase)
-    if latency.is_constant and phase == "tree":  # a pass costs what a pass costs
-        key = model, "forward"
-    while key is not None:
-        if latency.has(*key):
-            return key
-        key = FALLBACKS.get(key)
-    raise DraftsimError(
-        f"latency table has no {phase!r} cells of {model!r}, which these rounds ran: profile the "
-        "target with its sources"
-    )
-
-
-class Verified(NamedTuple):
-    """The target's passes as tokens a sequence, fractions where they are means; shape (rounds,)."""
-
-    width: Sizes
-    cached: Sizes
-    """Tokens in the cache before the pass."""
-
-
-def runs_along(log: RoundLog, latency: LatencyTable, drafter: str = "draft") -> bool:
-    """Return True if the drafter of `log` runs in every step of the engine of `latency`."""
-    return not log.is_plain and log.calls is None and latency.has(drafter, "along")
-
-
-def asked_passes(forwards: Ints, drafted: Sizes, along: bool) -> Ints:
-    """Return the draft passes that a policy asks for, (rounds,).
-
-    A drafter that runs `along` takes a pass in every step.  So a single pass whose token is not
-    verified was not asked for.
-    """
-    return np.where((forwards < 2) & (drafted == 0), 0, forwards) if along else forwards
-
-
-def draft_seconds(
-    latency: LatencyTable, model: str, batch: int, forwards: Ints, catch_up: Sizes, context: Sizes,
-    verified: Verified | None,
-) -> tuple[Floats, PassCount]:  # fmt: skip
-    """Return seconds of each round's passes of `model`, (rounds,); ``catch_up`` 0 was paid before.
-
-    ``catch_up`` and ``context`` are tokens a sequence, and fractions where they are means.
-    `verified` is given where the drafter runs along in every step (`runs_along`).
-    """
-    seconds = np.zeros(len(forwards))
-    width, cached = verified or Verified(catch_up, np.maximum(context - catch_up, 0))
-    ran = np.flatnonzero((forwards > 0) & (catch_up > 0))
-    phase = latency.first_draft_phase(model)
-    seconds[ran], first = pass_seconds(latency, model, batch, width[ran], cached[ran], phase)
-    if verified is not None:
-        idle = np.flatnonzero(forwards == 0)
-        seconds[idle], own = pass_seconds(latency, model, batch, width[idle], cached[idle], "along")
-        first += own
-    ran = np.flatnonzero(forwards > 1)
-    start, count = context[ran], forwards[ran] - 1
-    if not len(ran):
-        return seconds, first
-    # Passes after the first run over consecutive contexts: a running sum prices any span.
-    whole = np.floor(start).astype(np.int64)
-    between = start - whole
-    low, high = int(whole.min()), int((whole + count).max()) + 1
-    span = latency.estimate(model, "forward", batch=batch, context=np.arange(low, high))
-    begin = whole - low
-    later = _spans(span.seconds, begin, begin + count)
-    if between.any():  # passes are linear from one token of context to the next
-        later += between * (span.seconds[begin + count] - span.seconds[begin])
-        begin = begin + (between > 0)
-    seconds[ran] += later + latency.settling_s(model, batch, count)
-    rest = PassCount(
-        int(count.sum()),
-        *(int(_spans(span.origin == o, begin, begin + count).sum())
-          for o in (INTERPOLATED, EXTRAPOLATED)),
-    )  # fmt: skip
-    return seconds, first + rest
-
-
-def _spans(values: npt.NDArray[np.generic], begin: Ints, end: Ints) -> Floats:
-    running = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
-    return np.asarray(running[end] - running[begin])
-
-
-def round_host_seconds(
-    latency: LatencyTable, drafter: str, batch: int, forwards: Ints, rejected: Bools, unread: Bools
-) -> Floats:
-    """Return the host's seconds of each round: itself, its draft passes, and its caches, (rounds,).
-
-    `rejected` rounds take tokens out of the target's cache, `unread` ones out of the drafter's.
-    """
-    seconds = host_seconds(latency, "host_round", batch)
-    each = forwards * host_seconds(latency, "host_draft", batch)
-    each += rejected * scalar_seconds(latency, "target", "rollback", batch)
-    each += unread * scalar_seconds(latency, drafter, "rollback", batch)
-    return np.asarray(seconds + each)
-
-
-def pass_seconds(
-    latency: LatencyTable, model: str, batch: int, width: Sizes, context: Sizes,
-    phase: str = "forward",
-) -> tuple[Floats, PassCount]:  # fmt: skip
-    """Return seconds of one pass per element."""
-    if not len(width):
-        return np.zeros(0), NO_PASSES
-    read = read_each(latency, model, batch, width, context, phase)
-    return read.seconds, PassCount.of(read.origin)
-
-
-def read_each(
-    latency: LatencyTable, model: str, batch: int, width: Sizes, context: Sizes, phase: str
-) -> Estimate:  # fmt: skip
-    """Return the pass of each element; equal (width, context) in whole tokens are read once."""
-    if width.dtype.kind == "f" or context.dtype.kind == "f":  # means, few of which are equal
-        return latency.estimate(model, phase, batch=batch, new_tokens=width, context=context)
-    scale = int(context.max()) + 1
-    keys, inverse = distinct(np.asarray(width * scale + context, dtype=np.int64))
-    read = latency.estimate(
-        model, phase, batch=batch, new_tokens=keys // scale, context=keys % scale
-    )
-    return Estimate(read.seconds[inverse], read.origin[inverse])
-
-
-HOSTS = ("target", "draft")
-"""Models under which a host phase may be stored."""
-
-
 def missing_hosts(latency: LatencyTable, reads: bool) -> list[str]:
     """Return the host phases that a run at `latency` would have and the table has not."""
     phases = ["host_round", *(["signal"] if reads else [])]
     return [phase for phase in phases if not any(latency.has(model, phase) for model in HOSTS)]
-
-
-def host_seconds(latency: LatencyTable, phase: str, batch: int) -> float:
-    """Return seconds of a host phase at `batch`, under whichever models it was stored; else 0."""
-    return sum(scalar_seconds(latency, model, phase, batch) for model in HOSTS)
 
 
 def scalar_seconds(latency: LatencyTable, model: str, phase: str, batch: int) -> float:
@@ -564,10 +580,11 @@ def host_at(latency: LatencyTable, reads: bool, batch: int) -> Host:
 
     ``reads`` says whether the policy reads draft signals.
     """
-    draft_s = host_seconds(latency, "host_draft", batch)
-    if reads:
-        draft_s += host_seconds(latency, "signal", batch)
+    per: dict[str, float] = defaultdict(float)
+    for phase, of in PHASES.items():
+        own = (SERVER,) if of.per in ("step", "request") else HOSTS
+        per[of.per] += sum(scalar_seconds(latency, model, phase, batch) for model in own)
+    draft_s = per["drafted"] + per["read"] * reads
     rollbacks = (scalar_seconds(latency, model, "rollback", batch) for model in HOSTS)
-    around = [scalar_seconds(latency, SERVER, of, batch) for of in ("iteration", "request")]
-    round_s = host_seconds(latency, "host_round", batch) + around[0]
-    return Host(round_s, draft_s, *rollbacks, *around)
+    around = [per["step"], per["request"]]
+    return Host(per["round"] + per["step"], draft_s, *rollbacks, *around)

@@ -23,9 +23,10 @@ from traces.latency.table import LatencyTable
 from traces.replay.calls import in_one_pass
 from traces.sources.as_draft import check_drafts, drafted_latency, drafted_trace
 from traces.sources.base import Source
+from traces.sources.draft_model import DraftModelSource
 from traces.sources.found import engine_source, find_recordings, own_source
 from traces.sources.recording import Recordings
-from traces.sources.registry import DRAFT_MODEL, parse_source
+from traces.sources.registry import parse_source
 from traces.sources.replay import check_rule, check_same_layers
 from traces.store.identity import (
     ROLES,
@@ -245,13 +246,12 @@ def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = sile
 
 
 def load_source(text: str | None) -> Source | None:
-    """Return the source that `text` describes; None for the draft model."""
-    if text is None or text == DRAFT_MODEL:
-        return None
+    """Return the source that `text` describes; None for the trace's own drafts."""
     try:
-        return parse_source(text)
+        source = parse_source(text or DraftModelSource.name)
     except ValueError as error:
         raise DraftsimError(str(error)) from None
+    return None if isinstance(source, DraftModelSource) else source
 
 
 def load_recording(
@@ -329,7 +329,7 @@ def load_recording(
     recordings: Recordings = {}
     if alone:  # no folder holds other drafts of it
         for table in tables.values():
-            if outputs.source == DRAFT_MODEL:
+            if outputs.source == DraftModelSource.name:
                 own_source(table, outputs, {})
             else:
                 table.drafter(outputs.drafter)

@@ -244,7 +244,7 @@ def degenerate(logs: Sequence[RoundLog]) -> list[str]:
         share = accepted_mismatches(log)
         if share is not None and share > HARDLY_VERIFIES:
             said.append(f"accepts {share:.0%} of mismatches: {HARDLY_SAID}")
-        calls = b"" if log.calls is None else log.calls.tobytes()
+        calls = b"" if log.recorded_calls is None else log.recorded_calls.tobytes()
         first = seen.setdefault((log.rounds.tobytes(), calls), log)
         if first is not log:
             said.append(f"identical to {_told_apart(first, log)}")

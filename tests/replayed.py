@@ -48,7 +48,7 @@ def run_source(runner: SourceRunner, source: Source, policy: DraftPolicy) -> Sou
         outputs.append(decoder.output)
     log = RoundLog(
         RoundLog.pack(rounds), runner.trace.requests, type(policy).__name__, source=source.name,
-        reads=policy.reads, calls=pack_calls(calls),
+        reads=policy.reads, recorded_calls=pack_calls(calls),
     )  # fmt: skip
     return SourceRun(log, outputs)
 
@@ -66,9 +66,9 @@ def run_as_replayed(
     log = replay_source(trace, source, policy, recordings=recordings)
     assert real.outputs == [output_of(trace, i) for i in range(len(trace.requests))]
     np.testing.assert_array_equal(real.log.rounds, log.rounds)
-    assert (log.calls is not None) == calls
+    assert (log.recorded_calls is not None) == calls
     if calls:
-        np.testing.assert_array_equal(real.log.calls, log.calls)
+        np.testing.assert_array_equal(real.log.recorded_calls, log.recorded_calls)
     return real, log
 
 

@@ -15,7 +15,7 @@ from policies.batch.base import SingleStream
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.lengths.gammatune import GammaTune
 from policies.registry import parse_policy
-from simulator.pricing import autoregressive, price
+from simulator.pricing import always_drafted, autoregressive, price
 from simulator.serving import ClosedLoop, Limits, Scenario, TableCost, simulate
 from simulator.tune.costs import RESTING
 from simulator.whatif.rate import LatencyCost
@@ -26,7 +26,7 @@ from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import always_drafted, drafting_always, in_one_pass, passes_always
+from traces.replay.calls import drafting_always, in_one_pass, passes_always
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.store.files import read_trace, write_trace

@@ -23,7 +23,7 @@ from policies.rules.registry import parse_rule
 from simulator.aggregate.server import ServerRun, calibrate
 from simulator.plots.serving import _speedups
 from simulator.predict import compare, split_asked, told_apart
-from simulator.pricing import autoregressive, price
+from simulator.pricing import always_drafted, autoregressive, price
 from simulator.report.data import report_data
 from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, simulate
 from simulator.serving.outcome.results import ResultsFile, read_results
@@ -41,7 +41,7 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
 from traces.latency.table import LatencyTable
-from traces.replay.calls import always_drafted, drafting_always, in_one_pass
+from traces.replay.calls import drafting_always, in_one_pass
 from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 from traces.store.operators import in_graphs

@@ -184,9 +184,9 @@ def test_round_logs_keep_their_calls(tmp_path: Path) -> None:
     log = replay_source(trace, EarlyExit(), Fixed(4), recordings=read_recordings(FOLDER))
     write_rounds(log, tmp_path / "log.parquet")
     again = read_rounds(tmp_path / "log.parquet")
-    assert log.calls is not None
-    assert again.calls is not None
-    assert np.array_equal(again.calls, log.calls)
+    assert log.recorded_calls is not None
+    assert again.recorded_calls is not None
+    assert np.array_equal(again.recorded_calls, log.recorded_calls)
     assert price(again, latency).total_s == price(log, latency).total_s
     assert again.source == "early-exit"
 
@@ -212,7 +212,7 @@ def test_a_draft_models_rounds_have_no_calls_and_damage_is_named(tmp_path: Path)
         read_rounds(tmp_path / "wrong.parquet")
     none = table.drop_columns([n for n in table.column_names if n.startswith("calls_")])
     write_file(tmp_path / "none.parquet", "rounds", none, header)
-    assert read_rounds(tmp_path / "none.parquet").calls is None
+    assert read_rounds(tmp_path / "none.parquet").recorded_calls is None
 
 
 def test_the_papers_sweeps_are_monotone_where_they_must_be() -> None:

@@ -273,7 +273,8 @@ def _settings(path: Path) -> Any:
 
 def _rounds(path: Path) -> Any:
     log = read_rounds(path)
-    return log.rounds.tolist(), None if log.calls is None else log.calls.tolist(), log.requests
+    calls = None if log.recorded_calls is None else log.recorded_calls.tolist()
+    return log.rounds.tolist(), calls, log.requests
 
 
 def _memory(path: Path) -> Any:

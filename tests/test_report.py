@@ -10,7 +10,7 @@ import pytest
 
 from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
-from simulator.pricing import price
+from simulator.pricing import always_drafted, price
 from simulator.report.data import (
     logs_by_length,
 )
@@ -37,7 +37,7 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import always_drafted, drafting_always
+from traces.replay.calls import drafting_always
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.store.engine_runs import write_measured

@@ -35,7 +35,7 @@ from tests.replayed import run_as_replayed, run_source
 from tests.shared import made_once
 from traces.errors import DraftsimError, TailError
 from traces.latency.table import CELL_COLUMNS, LatencyTable
-from traces.replay.calls import DRAFTER, Counted, pack_counted
+from traces.replay.calls import DRAFTER, Calls, pack_counted
 from traces.sources import (
     Eagle,
     parse_source,
@@ -130,7 +130,7 @@ def replayed_calls(case: Case, source: Eagle, policy: DraftPolicy) -> Any:
     counted = source.counted(log, source.recording(case.recordings))
     if source.by_passes(case.recordings):  # later passes read one token each
         later = np.maximum(log.rounds["draft_forwards"].astype(np.int64) - 1, 0)
-        counted.append(Counted.each(False, DRAFTER, np.ones_like(later), later))
+        counted.append(Calls.of(DRAFTER, np.arange(len(later)), 1, later))
     return pack_counted(counted)
 
 
@@ -141,7 +141,7 @@ def test_replayed_rounds_are_the_real_ones(case: Case, kind: str, policy: DraftP
     source = Eagle(kind)
     several = kind == "mtp-several"
     real, log = run_as_replayed(case.runner, source, policy, case.trace, case.recordings, several)
-    np.testing.assert_array_equal(real.log.calls, replayed_calls(case, source, policy))
+    np.testing.assert_array_equal(real.log.recorded_calls, replayed_calls(case, source, policy))
     drafted, accepted = log.rounds["drafted"].sum(), log.rounds["accepted"].sum()
     assert 0 < accepted < drafted
     assert log.fidelity == "exact"
@@ -150,7 +150,7 @@ def test_replayed_rounds_are_the_real_ones(case: Case, kind: str, policy: DraftP
 @pytest.mark.parametrize("policy", [Fixed(4), Moody()], ids=lambda p: type(p).__name__)
 def test_first_passes_take_in_what_was_verified(case: Case, policy: DraftPolicy) -> None:
     rounds = replay_source(case.trace, Eagle("eagle"), policy, recordings=case.recordings).rounds
-    calls = run_source(case.runner, Eagle("eagle"), policy).log.calls
+    calls = run_source(case.runner, Eagle("eagle"), policy).log.recorded_calls
     assert calls is not None
     assert set(calls["kind"].tolist()) == {DRAFTER}
     for i in range(len(rounds)):

@@ -103,7 +103,9 @@ def recording(
 
 def relative_cost(log: Any, layers: int, rounds: int) -> float:
     """Layer calls of the first rounds in plain steps, whatever their width (eq. 3)."""
-    calls = log.calls[(log.calls["kind"] == LAYER) & (log.calls["round"] < rounds)]
+    calls = log.recorded_calls[
+        (log.recorded_calls["kind"] == LAYER) & (log.recorded_calls["round"] < rounds)
+    ]
     return float(calls["count"].sum()) / layers
 
 
@@ -162,8 +164,8 @@ def test_a_difficult_token_gives_one_token_more_than_was_drafted() -> None:
     # verified as well and gives a third token.
     assert log.rounds["drafted"].tolist()[0] == 2
     assert log.rounds["emitted"].tolist()[0] == 3
-    assert log.calls is not None
-    calls = [tuple(c)[1:] for c in log.calls[log.calls["round"] == 0]]
+    assert log.recorded_calls is not None
+    calls = [tuple(c)[1:] for c in log.recorded_calls[log.recorded_calls["round"] == 0]]
     assert (False, LAYER, 1, 4 + 4 + 4) in calls
     assert (False, LAYER, 3, 2) in calls  # layers 5 and 6 for all three
     assert (True, LAYER, 3, 2) in calls
@@ -266,9 +268,9 @@ def test_replayed_rounds_are_the_real_ones(case: Case, name: str) -> None:
         _, log = run_as_replayed(case.runner, source, policy, case.trace, case.recordings)
     finally:
         case.runner.target.run_layers = run_layers  # type: ignore[method-assign]
-    assert log.calls is not None
-    assert log.calls.dtype == CALL_DTYPE
-    layers = log.calls[log.calls["kind"] == LAYER]
+    assert log.recorded_calls is not None
+    assert log.recorded_calls.dtype == CALL_DTYPE
+    layers = log.recorded_calls[log.recorded_calls["kind"] == LAYER]
     # What is counted is what was run, call by call.
     assert int((layers["count"] * layers["new_tokens"]).sum()) == sum(w * n for w, n in ran)
     assert int(layers["count"].sum()) == sum(n for _, n in ran)

@@ -13,7 +13,7 @@ import pytest
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
-from simulator.pricing import price, verify_phase
+from simulator.pricing import price
 from tests.outputs import decoded, trace_of
 from tests.serving import table_of
 from traces.errors import DraftsimError, TailError
@@ -171,8 +171,8 @@ def test_a_tree_level_is_right_where_it_holds_the_true_token() -> None:
     assert log.rounds["position"].tolist() == [1, 4, 5]
     assert log.rounds["emitted"].tolist() == [3, 1, 1]
     assert log.fidelity == "approximate"
-    assert log.calls is not None
-    verify = log.calls[log.calls["verify"]]
+    assert log.recorded_calls is not None
+    verify = log.recorded_calls[log.recorded_calls["verify"]]
     assert verify["new_tokens"].tolist() == [1 + 2 + 4, 1 + 2, 1]
 
 
@@ -216,11 +216,13 @@ def test_rounds_cost_their_calls() -> None:
     np.testing.assert_allclose(
         price(log, LatencyTable(alone)).verify_s, np.where(drafted > 0, 0.75, 1.0)
     )
-    assert log.calls is not None
-    layered = log.calls.copy()
+    assert log.recorded_calls is not None
+    layered = log.recorded_calls.copy()
     layered["kind"] = LAYER
-    drafting = RoundLog(log.rounds, log.requests, "x", source="layer-skip", calls=layered)
-    assert verify_phase(drafting, LatencyTable(alone)) == "forward"
+    drafting = RoundLog(log.rounds, log.requests, "x", source="layer-skip", recorded_calls=layered)
+    assert [calls.phase for calls in drafting.calls if calls.verify and len(calls.round)] == [
+        "forward"
+    ]
     with pytest.raises(DraftsimError, match="no 'forward' cells of 'heads'"):
         price(log, cells(("target", "forward", 1, 1.0), ("target", "forward", 3, 2.0)))
     bare = RoundLog(log.rounds, log.requests, "x", source="medusa")

@@ -104,13 +104,13 @@ def test_replayed_rounds_are_the_real_ones(name: str) -> None:
 
     runner.decoder = counted  # type: ignore[method-assign]
     _, log = run_as_replayed(runner, Kangaroo(), policy, trace, recordings)
-    assert log.calls is not None
-    layers = log.calls[log.calls["kind"] == LAYER]
+    assert log.recorded_calls is not None
+    layers = log.recorded_calls[log.recorded_calls["kind"] == LAYER]
     assert int((layers["count"] * layers["new_tokens"]).sum()) == (
         sum(w * n for w, n in ran) - prefilled
     )
     # A pass of the adapter per forward, over whatever positions it had missed.
-    adapted = log.calls[log.calls["kind"] == ADAPTER]
+    adapted = log.recorded_calls[log.recorded_calls["kind"] == ADAPTER]
     assert adapted["count"].sum() == log.rounds["draft_forwards"].sum()
     if name == "fixed":
         assert 0 < log.rounds["accepted"].sum() < log.rounds["drafted"].sum()

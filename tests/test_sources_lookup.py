@@ -87,8 +87,8 @@ def test_repeating_output_is_copied_and_the_oracle_sees_the_run() -> None:
     assert fixed.rounds["emitted"].sum() == 19  # the first token is the prefill's
     oracle = replay_source(trace, PLD(num_tokens=3), Oracle())
     assert (oracle.rounds["drafted"] == oracle.rounds["accepted"]).all()
-    assert fixed.calls is not None
-    assert fixed.calls["count"].sum() == len(fixed)  # one lookup a round
+    assert fixed.recorded_calls is not None
+    assert fixed.recorded_calls["count"].sum() == len(fixed)  # one lookup a round
 
 
 def test_rounds_without_a_match_are_plain_steps() -> None:

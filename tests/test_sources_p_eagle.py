@@ -50,8 +50,8 @@ def masks() -> Masks:
 def test_replayed_rounds_are_the_real_ones(masks: Masks, policy: DraftPolicy, k: int) -> None:
     source = Parallel("mine", k=k)
     real, log = run_as_replayed(masks.runner, source, policy, masks.case.trace, masks.recordings)
-    assert set(real.log.calls["kind"].tolist()) == {ONE_PASS}
-    np.testing.assert_array_equal(real.log.calls, log.calls)
+    assert set(real.log.recorded_calls["kind"].tolist()) == {ONE_PASS}
+    np.testing.assert_array_equal(real.log.recorded_calls, log.recorded_calls)
     assert 0 < log.rounds["accepted"].sum() < log.rounds["drafted"].sum()
 
 

@@ -77,7 +77,7 @@ def test_all_tokens_cost_one_pass(trace: Trace) -> None:
         drafting = log.rounds["drafted"] > 0
         np.testing.assert_allclose(price(log, table).draft_s, 0.25 * drafting)
     # The pass reads what was verified, and three masks.
-    calls = logs[2].calls
+    calls = logs[2].recorded_calls
     assert calls is not None
     emitted = logs[2].rounds["emitted"]
     same = np.flatnonzero(logs[2].rounds["request"][1:] == logs[2].rounds["request"][:-1])

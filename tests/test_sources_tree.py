@@ -169,7 +169,7 @@ def test_a_tree_of_one_child_each_is_the_chain(case: Grown, kind: str, policy: D
     np.testing.assert_array_equal(tree.rounds, chain.rounds)
     assert chain.rounds["accepted"].sum() > 0
     # Passes as wide as the chain's: one first pass over what was verified, others over a token.
-    calls = tree.calls
+    calls = tree.recorded_calls
     assert calls is not None
     first, rest, verified = (calls[calls["kind"] == k] for k in (DRAFTER, DRAFTER_TREE, TREE))
     assert set(rest["new_tokens"]) == {1}

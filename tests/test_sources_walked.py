@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
+from policies.rules.base import VerifyRule
+from policies.rules.registry import parse_rule
 from tests.outputs import trace_of
 from tests.random_sources import EOS, VOCABULARY, random_outputs, random_recordings
 from traces import find_trace
@@ -55,10 +57,12 @@ LOOKUPS = (
 )  # fmt: skip
 
 
-def one_by_one(trace: Trace, policies: Mapping[str, DraftPolicy], first: int) -> Iterator[RoundLog]:
+def one_by_one(
+    trace: Trace, policies: Mapping[str, DraftPolicy], rule: VerifyRule | None, first: int
+) -> Iterator[RoundLog]:
     """Replay each policy by the loop."""
     for name, policy in policies.items():
-        yield replay(trace, policy, name=name, first=first)
+        yield replay(trace, policy, rule, name=name, first=first)
 
 
 def looped(*given: Any, **named: Any) -> RoundLog:
@@ -88,9 +92,9 @@ def assert_alike(log: RoundLog, want: RoundLog) -> None:
     for name in FIELDS:
         assert getattr(log, name) == getattr(want, name), name
     assert log.requests == want.requests
-    assert (log.calls is None) == (want.calls is None)
-    if want.calls is not None:
-        np.testing.assert_array_equal(log.calls, want.calls)
+    assert (log.recorded_calls is None) == (want.recorded_calls is None)
+    if want.recorded_calls is not None:
+        np.testing.assert_array_equal(log.recorded_calls, want.recorded_calls)
 
 
 def check(
@@ -182,6 +186,21 @@ def test_every_system_of_the_bundled_pair(name: str) -> None:
     policy = parse_policy(SYSTEMS[name].policy, max_gamma=trace.max_gamma)
     recorded = check(trace, source, policy, recordings)
     assert recorded == (source.name not in ("eagle", "eagle2"))
+
+
+@pytest.mark.parametrize("rule", [None, "exact", "csd"])
+def test_the_draft_model_is_a_source(rule: str | None) -> None:
+    """Its recording is the trace itself, and any rule may verify what it drafts."""
+    trace = find_trace("bundled")
+    rules = [None if rule is None else parse_rule(rule) for _ in range(2)]
+    for requests in (None, [0, 3]):
+        part = trace if requests is None else trace.select(requests)
+        want = replay(part, Fixed(4), rules[0], name="four")
+        log = replay_source(
+            trace, parse_source("draft-model"), Fixed(4), rules[1], name="four", requests=requests
+        )
+        assert_alike(log, want)
+        assert (log.mismatched is None) == (want.mismatched is None) == (rule != "csd")
 
 
 def test_what_goes_without_the_loop_asks_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from policies.core import Load, Round
 from policies.registry import PLAIN, supplied
 from simulator.chosen import load_policies
 from simulator.executors import Local
-from simulator.pricing import autoregressive, price
+from simulator.pricing import always_drafted, autoregressive, price
 from simulator.serving.cost import EngineCost, TableCost
 from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.batching import InBatches, _dealt, in_steps, step_costs
@@ -30,7 +30,7 @@ from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable, as_cells
 from traces.replay import vectorised
-from traces.replay.calls import always_drafted, drafting_always, passes_always
+from traces.replay.calls import drafting_always, passes_always
 from traces.replay.run import replay
 
 SUMMARIZED = (

@@ -178,7 +178,7 @@ def rounds(
     if not rounds.exists():
         rounds = folder_of(rounds) or rounds
     logs, table, recorded = recorded_rounds(rounds, inputs.latency, inputs.trace)
-    if inputs.always_draft and (other := [log for log in logs if log.calls is not None]):
+    if inputs.always_draft and (other := [log for log in logs if log.recorded_calls is not None]):
         raise DraftsimError(
             f"--always-draft is for a draft model, and {other[0].source} drafted rounds in "
             f"{rounds}: drop it"

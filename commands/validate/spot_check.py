@@ -194,7 +194,7 @@ class SourceRuns(RealRuns):
     remedy = REMEDY
 
     def __init__(self, given: CheckedPair, source: str | None) -> None:
-        from traces.replay.vectorised import replay_many
+        from traces.sources.draft_model import DraftModelSource
         from traces.sources.found import find_recordings
         from traces.sources.registry import describe_source
         from traces.sources.replay import replay_source
@@ -209,9 +209,9 @@ class SourceRuns(RealRuns):
             own = None if drafting is None else drafting.for_decoding(recordings)
             self.policies[name], self.sources[name] = policy, own
             self.logs.append(
-                next(replay_many(self.trace, [(name, policy)])) if own is None
-                else replay_source(
-                    self.whole, own, policy, recordings=recordings, name=name, requests=self.chosen
+                replay_source(
+                    self.whole, own or DraftModelSource(), policy, recordings=recordings, name=name,
+                    requests=self.chosen,
                 )
             )  # fmt: skip
         sources = [None if s is None else describe_source(s) for s in self.sources.values()]

@@ -279,7 +279,7 @@ def version(name: str = "draftsim") -> str | None:
 
 
 def _digest(log: RoundLog) -> str:
-    calls = b"" if log.calls is None else log.calls.tobytes()
+    calls = b"" if log.recorded_calls is None else log.recorded_calls.tobytes()
     return hashlib.sha256(log.rounds.tobytes() + calls).hexdigest()[:16]
 
 

@@ -24,9 +24,8 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, TailError
 from traces.replay.corrections import split_requests
 from traces.replay.rounds import RoundLog
-from traces.replay.vectorised import replay_many
 from traces.sources.early_exit import EarlyExit, StandInExit
-from traces.sources.methods import METHODS, build
+from traces.sources.methods import METHODS
 from traces.sources.recording import Recordings
 from traces.sources.registry import SYSTEMS, describe_source, parse_source
 from traces.sources.replay import replay_source
@@ -42,11 +41,7 @@ REFERENCE = "specdecode"
 
 def replayed(trace: Trace, recordings: Recordings, name: str) -> RoundLog:
     """Return a named system replayed; DraftsimError if its source was not recorded."""
-    if name == REFERENCE:
-        policy, _ = build(METHODS[name], trace)
-        [log] = replay_many(trace, [(name, policy)])
-        return log
-    system = SYSTEMS[name]
+    system = METHODS[name]
     policy = parse_policy(system.policy, max_gamma=trace.max_gamma)
     source = parse_source(system.source)
     return replay_source(trace, source, policy, recordings=recordings, name=name)

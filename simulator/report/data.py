@@ -30,7 +30,7 @@ from simulator import summary
 from simulator.bootstrap import gain, resamples
 from simulator.hardware.scaling import bounds_of, bounds_words, scaling_words
 from simulator.palette import COLOURS
-from simulator.pricing import autoregressive, price
+from simulator.pricing import always_drafted, autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios
 from simulator.recording import Recording
 from simulator.serving import sweep
@@ -54,7 +54,7 @@ from traces.aliases import Say, silent
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import always_drafted, passes_always
+from traces.replay.calls import passes_always
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 from traces.store.engine_runs import MeasuredRuns

@@ -18,20 +18,11 @@ import numpy as np
 
 from policies.arrays import Bools, Floats, Ints
 from simulator.bootstrap import intervals
-from simulator.pricing import (
-    PassCount,
-    Verified,
-    asked_passes,
-    autoregressive,
-    draft_seconds,
-    host_seconds,
-    pass_seconds,
-    round_host_seconds,
-    runs_along,
-)
+from simulator.pricing import PassCount, Ran, autoregressive, priced
 from simulator.ratios import RatioCosts
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.replay.calls import passes_of, verification
 from traces.replay.rounds import RoundLog
 
 FEWEST_STEPS = 200
@@ -141,19 +132,16 @@ def step_costs(
 
     `context` replaces the recorded lengths of prompts.
     """
-    batch, held, seen = steps.batch, steps.context, steps.draft_context
+    held, seen = steps.context, steps.draft_context
     if context is not None:
         held, seen = context + steps.output, context + steps.draft_output
-    along = runs_along(steps.log, latency)
-    longest = asked_passes(steps.longest, steps.width - 1, along)
-    verified = Verified(steps.width, np.maximum(held - 1, 0))
-    target_s, passes = pass_seconds(latency, "target", batch, *verified)
-    draft_s, drafts = draft_seconds(
-        latency, "draft", batch, longest, steps.catch_up, seen, verified if along else None
+    drafted, cached = steps.width - 1, np.maximum(held - 1, 0)
+    calls = verification(drafted, cached) + passes_of(steps.longest, steps.catch_up, seen, "draft")
+    ran = Ran(
+        steps.log, "draft", calls, steps.longest, drafted, cached, steps.rejected, steps.unread
     )
-    host_s = round_host_seconds(latency, "draft", batch, longest, steps.rejected, steps.unread)
-    signal_s = longest * (host_seconds(latency, "signal", batch) if steps.log.reads else 0.0)
-    return target_s + draft_s + host_s + signal_s, passes + drafts
+    parts, passes = priced(ran, latency, steps.batch)
+    return sum(parts, np.zeros(len(held))), passes
 
 
 class Speedups(NamedTuple):

@@ -28,7 +28,7 @@ from policies.registry import lacks, supplied
 from simulator.bootstrap import intervals, resamples
 from simulator.hardware.roofline import WeightFormat
 from simulator.hardware.scaling import bounds_of, carry_over, home_device
-from simulator.pricing import autoregressive, price
+from simulator.pricing import always_drafted, autoregressive, price
 from simulator.ratios import ratio_costs
 from simulator.serving.cost import TableCost
 from simulator.summary import totals
@@ -41,7 +41,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.operators.compose import BLOCK, UTILISATION, kv_blocks
 from traces.operators.devices import find_device
-from traces.replay.calls import always_drafted, drafting_always, passes_always
+from traces.replay.calls import drafting_always, passes_always
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 

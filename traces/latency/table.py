@@ -34,33 +34,108 @@ CELL_COLUMNS: dict[str, tuple[str, str]] = {
     "repeats": ("int32", "timed repeats"),
 }
 
-PHASES: dict[str, str] = {
-    "prefill": "the prompt in one pass (new_tokens = prompt length, context = 0)",
-    "mixed": "time that prompts add to a step that decodes (batch = decoded tokens in all, "
-    "new_tokens = prompt tokens)",
-    "forward": "one pass as the decoder runs it: model, argmax and cache placement",
-    "with_prompts": "a pass over the decoding sequences of a step that also reads prompts",
-    "pass": "a forward pass without passes of a draft model or of layers before it in its round",
-    "catch_up": "a round's first draft pass, after the target's (new_tokens = tokens caught up on)",
-    "along": "a drafter's pass over the verified tokens, in an engine's step without drafts",
-    "settling": "one of a round's next draft passes, slower because the processor's caches still "
-    "hold the target's weights (new_tokens = its place after the first)",
-    "tree": "a pass over nodes of a draft tree, choosing them included: a drafter's that expands "
-    "them, or the target's that verifies them (new_tokens = nodes, the target's root included)",
-    "layer": "one transformer layer of that pass",
-    "head": "final norm, output projection and argmax",
-    "signal": "computing one drafted token's signals and bringing them to the host",
-    "host_round": "per round: everything around the passes (accepting, bookkeeping, policy)",
-    "host_draft": "per drafted token: everything around the pass",
-    "judge": "extra time of a lossy rule's verdict over a lossless one's (new_tokens = drafted)",
-    "judge_signals": "the same for a rule that also reads the draft's signals",
-    "rollback": "taking rejected tokens out of the cache",
-    "request": "time that a server (model `server`) adds to a request: from the client to the "
-    "engine's queue, and from a step's end to the client (batch = running requests)",
-    "apart": "delay between two requests at a server's engine, if several were sent at once "
-    "(batch = their number)",
-    "iteration": "time that a server adds to a step of its engine: messages, the loop",
-}
+
+class LatencyKind(NamedTuple):
+    """A kind of latency: what was timed, where, and what is charged for it."""
+
+    what: str
+    timed: str = ""
+    """Module that times it; empty where a table has it from elsewhere alone."""
+    per: str = ""
+    """The part of a run that is charged for it by itself: a key of `simulator.pricing.PER`, or a
+    server's "step" or "request"; empty for passes and other calls, which are counted one by one."""
+    instead: tuple[str, str, str] | None = None
+    """Where it was not measured: its model, or empty for any, and the (model, phase) that is read
+    instead, with an empty model for the same; None: nothing."""
+    given: bool = False
+    """True if constant latencies may name it (``const:...,host_round=0.0003``)."""
+
+
+_PASSES, _HOST = "profiler/latency/passes.py", "profiler/latency/host.py"
+_SOURCES, _ENGINE = "profiler/sources/latency.py", "profiler/engines/measure.py"
+_SERVED = "simulator/served.py"
+
+PHASES: dict[str, LatencyKind] = {
+    "prefill": LatencyKind(
+        "the prompt in one pass (new_tokens = prompt length, context = 0)", _PASSES, given=True
+    ),
+    "mixed": LatencyKind(
+        "time that prompts add to a step that decodes (batch = decoded tokens in all, "
+        "new_tokens = prompt tokens)", _ENGINE,
+    ),
+    "forward": LatencyKind(
+        "one pass as the decoder runs it: model, argmax and cache placement", _PASSES
+    ),
+    "with_prompts": LatencyKind(
+        "a pass over the decoding sequences of a step that also reads prompts",
+        "traces/operators/compose.py",
+    ),
+    "pass": LatencyKind(
+        "a forward pass without passes of a draft model or of layers before it in its round",
+        _SOURCES, instead=("target", "", "forward"), given=True,
+    ),
+    "catch_up": LatencyKind(
+        "a round's first draft pass, after the target's (new_tokens = tokens caught up on)",
+        _PASSES, instead=("", "", "forward"),
+    ),
+    "along": LatencyKind(
+        "a drafter's pass over the verified tokens, in an engine's step without drafts", _ENGINE
+    ),
+    "settling": LatencyKind(
+        "one of a round's next draft passes, slower because the processor's caches still hold the "
+        "target's weights (new_tokens = its place after the first)", _PASSES,
+    ),
+    "tree": LatencyKind(
+        "a pass over nodes of a draft tree, choosing them included: a drafter's that expands them, "
+        "or the target's that verifies them (new_tokens = nodes, the target's root included)",
+        _SOURCES, instead=("target", "", "pass"),
+    ),
+    "layer": LatencyKind(
+        "one transformer layer of that pass", _PASSES, instead=("exit", "target", "layer"),
+        given=True,
+    ),
+    "head": LatencyKind(
+        "final norm, output projection and argmax", _PASSES, instead=("exit", "target", "head"),
+        given=True,
+    ),
+    "signal": LatencyKind(
+        "computing one drafted token's signals and bringing them to the host", _PASSES, "read",
+        given=True,
+    ),
+    "host_round": LatencyKind(
+        "per round: everything around the passes (accepting, bookkeeping, policy)", _HOST, "round",
+        given=True,
+    ),
+    "host_draft": LatencyKind(
+        "per drafted token: everything around the pass", _HOST, "drafted", given=True
+    ),
+    "judge": LatencyKind(
+        "extra time of a lossy rule's verdict over a lossless one's (new_tokens = drafted)", _HOST,
+        "verdict", given=True,
+    ),
+    "judge_signals": LatencyKind(
+        "the same for a rule that also reads the draft's signals", _HOST, "verdict", given=True
+    ),
+    "rollback": LatencyKind(
+        "taking rejected tokens out of the cache", per="rollback", given=True
+    ),
+    "request": LatencyKind(
+        "time that a server (model `server`) adds to a request: from the client to the engine's "
+        "queue, and from a step's end to the client (batch = running requests)", _SERVED, "request",
+    ),
+    "apart": LatencyKind(
+        "delay between two requests at a server's engine, if several were sent at once "
+        "(batch = their number)", _SERVED,
+    ),
+    "iteration": LatencyKind(
+        "time that a server adds to a step of its engine: messages, the loop", _SERVED, "step"
+    ),
+}  # fmt: skip
+"""The kinds of latencies.
+
+One that rounds, steps or requests are charged for by itself (`LatencyKind.per`) needs its line here
+and what times it: pricing and serving read the rest from here.
+"""
 
 RENAMED_PHASES = {"beside": "with_prompts"}
 """Phases of tables that were written before, by their names there."""
@@ -266,9 +341,23 @@ class LatencyTable:
             f"{model.partition('.')[0]}:model=DIR` measures them"
         )
 
+    def cells_for(self, model: str, phase: str) -> tuple[str, str]:
+        """Return (model, phase) of the cells that price a step: its own, or the nearest measured.
+
+        Where nothing was, it is the last one looked for.
+        """
+        if self.is_constant and phase == "tree":
+            phase = "forward"  # a pass costs what a pass costs
+        while not self.has(model, phase) and (nearest := PHASES[phase].instead) is not None:
+            of, other, again = nearest
+            if of not in ("", model):
+                break
+            model, phase = other or model, again
+        return model, phase
+
     def first_draft_phase(self, model: str) -> str:
         """Return the phase that prices a round's first draft pass: its own if measured."""
-        return "catch_up" if self.has(model, "catch_up") else "forward"
+        return self.cells_for(model, "catch_up")[1]
 
     def scaled(self, factors: Mapping[str, float], note: str) -> LatencyTable:
         """Return the table with each model's times multiplied, marked as scaled with `note`."""

@@ -1,9 +1,9 @@
-"""The work of a round other than draft-model passes, counted by kind and width.
+"""A round as a list of calls, each a cell of the latency table.
 
-A round of early exit runs single layers over changing numbers of tokens, a lookup searches
-text, heads run once: such work is a list of *calls*, each a cell of the latency table.  The
-replayed and the real decoder count with the same object, so a test can compare them call by
-call.
+The calls of a draft model follow from the columns of its rounds (`passes_of`).  Those of other
+sources are recorded: a round of early exit runs single layers over changing numbers of tokens, a
+lookup searches text, heads run once.  The replayed and the real decoder count them with the same
+object, so a test can compare them call by call.
 
 Some engines call the drafter in every round, even without drafts; others always fill all draft
 slots.  A table that says so prices at least that many passes in each round of a policy that
@@ -13,19 +13,19 @@ speculates (`passes_always`); plain decoding, of an engine without a drafter, is
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from policies.arrays import Ints
+from policies.arrays import Floats, Ints
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.layout import caught_up
-from traces.replay.rounds import RoundLog
+
+Sizes = Floats | Ints
+"""Tokens; fractions where they are means over the sequences of a batch."""
 
 CALL_KINDS: tuple[tuple[str, str], ...] = (
     ("target", "forward"),
@@ -84,6 +84,89 @@ WIDEST = 1 << 20
 """A width beyond any: cells at both ends hold for all widths between."""
 
 
+class Calls(NamedTuple):
+    """Calls of one kind in many rounds: arrays of one shape, (calls,), or one number for all."""
+
+    model: str
+    """Model of the latency table; `OWN`: the log's drafter."""
+    phase: str
+    round: Ints
+    new_tokens: Sizes | int = 1
+    context: Sizes | int = 0
+    """Tokens in the cache before it."""
+    times: Ints | int = 1
+    """How often it ran.  A negative number takes out what is booked elsewhere."""
+    verify: bool = False
+    """True for a part of the verification."""
+    advancing: bool = False
+    """True if each of these `times` begins at the token after the one before."""
+    attends: bool = True
+    """False if it costs the same at every context: it is read within the contexts measured."""
+
+    @classmethod
+    def of(
+        cls, kind: int, round: Ints, new_tokens: Ints | int = 1, times: Ints | int = 1,
+        verify: bool = False, cached: Ints | None = None,
+    ) -> Calls:  # fmt: skip
+        """Return calls of ``CALL_KINDS[kind]`` in rounds after `cached` tokens, (rounds,)."""
+        model, phase = CALL_KINDS[kind]
+        context = 0 if cached is None else cached[round]
+        attends = phase == "layer" or (model in ("target", OWN) and phase != "head")
+        return cls(model, phase, round, new_tokens, context, times, verify, attends=attends)
+
+    @property
+    def kind(self) -> int:
+        """Index in `CALL_KINDS`."""
+        return CALL_KINDS.index((self.model, self.phase))
+
+
+OWN = "drafter"
+"""Name of the log's own drafter in `CALL_KINDS` and `Calls`."""
+
+
+def passes_of(forwards: Ints, catch_up: Sizes, context: Sizes, model: str = OWN) -> list[Calls]:
+    """Return the passes of the draft model `model` in rounds, arrays of shape (rounds,).
+
+    The first reads the ``catch_up`` tokens up to ``context``; 0 was paid before.  Each of the later
+    ones reads the token that the one before drafted.
+    """
+    first = np.flatnonzero((forwards > 0) & (catch_up > 0))
+    later = np.flatnonzero(forwards > 1)
+    read = catch_up[first]
+    return [
+        Calls(model, "catch_up", first, read, np.maximum(context[first] - read, 0)),
+        Calls(model, "forward", later, 1, context[later], forwards[later] - 1, advancing=True),
+    ]
+
+
+def verification(drafted: Sizes, cached: Sizes, light: bool = False) -> list[Calls]:
+    """Return the target's passes over what rounds drafted, after `cached` tokens; (rounds,).
+
+    A pass takes longer after passes that left other weights in the processor's caches: `light`
+    drafts, such as those of heads and lookups, leave few.  A round without drafts is a step of
+    plain decoding, and costs that.
+    """
+    apart = light & (drafted > 0)
+    return [
+        Calls("target", phase, of, drafted[of] + 1, cached[of], verify=True)
+        for phase, of in (("forward", np.flatnonzero(~apart)), ("pass", np.flatnonzero(apart)))
+    ]
+
+
+def unpacked(calls: npt.NDArray[Any], cached: Ints) -> list[Calls]:
+    """Return recorded calls, rows of `CALL_DTYPE`, of rounds after `cached` tokens, (rounds,)."""
+    slots = calls["kind"].astype(np.int64) + len(CALL_KINDS) * calls["verify"]
+    found = []
+    for slot in np.flatnonzero(np.bincount(slots)).tolist():
+        mine = calls[slots == slot]
+        verify, kind = divmod(slot, len(CALL_KINDS))
+        of, width, times = (
+            mine[name].astype(np.int64) for name in ("round", "new_tokens", "count")
+        )
+        found.append(Calls.of(kind, of, width, times, bool(verify), cached))
+    return found
+
+
 class CallCounter:
     """Collects the calls of one sequence's rounds."""
 
@@ -117,33 +200,20 @@ def pack_calls(sequences: Iterable[Sequence[Sequence[Call]]]) -> npt.NDArray[np.
     return packed
 
 
-class Counted(NamedTuple):
-    """Calls of one kind in many rounds, equally many entries each."""
-
-    verify: bool
-    kind: int
-    round: Ints
-    new_tokens: Ints
-    times: Ints
-
-    @classmethod
-    def each(cls, verify: bool, kind: int, new_tokens: Ints, times: Ints) -> Counted:
-        """Return an entry for every round."""
-        return cls(verify, kind, np.arange(len(times)), new_tokens, times)
-
-
-def pack_counted(parts: Sequence[Counted]) -> npt.NDArray[np.void]:
+def pack_counted(parts: Sequence[Calls]) -> npt.NDArray[np.void]:
     """Return what `pack_calls` makes of the same calls, counted one by one."""
-    slots = sorted({part[:2] for part in parts})
+    slots = sorted({(part.verify, part.kind) for part in parts})
     if not slots:
         return np.empty(0, dtype=CALL_DTYPE)
-    width = 1 + max(int(part.new_tokens.max(initial=0)) for part in parts)
+    sizes = [[np.broadcast_to(n, part.round.shape) for n in (part.new_tokens, part.times)]
+             for part in parts]  # fmt: skip
+    width = 1 + max(int(tokens.max(initial=0)) for tokens, _ in sizes)
     keys = [
-        (part.round * len(slots) + slots.index(part[:2])) * width + part.new_tokens
-        for part in parts
+        (part.round * len(slots) + slots.index((part.verify, part.kind))) * width + tokens
+        for part, (tokens, _) in zip(parts, sizes, strict=True)
     ]
     cells, of = distinct(np.concatenate(keys))
-    times = np.bincount(of, np.concatenate([part.times for part in parts])).astype(np.int64)
+    times = np.bincount(of, np.concatenate([times for _, times in sizes])).astype(np.int64)
     cells, times = cells[times > 0], times[times > 0]
     at, tokens = np.divmod(cells, width)
     rows = np.empty(len(cells), dtype=CALL_DTYPE)
@@ -246,22 +316,3 @@ def is_one_pass(latency: LatencyTable) -> bool:
 def passes_always(latency: LatencyTable) -> int:
     """Return the draft passes of every round in a table's engine; 0 where it drafts as asked."""
     return int(latency.meta.get(ALWAYS) or 0)
-
-
-def always_drafted(log: RoundLog, passes: int) -> RoundLog:
-    """Return the rounds of `log` in an engine that runs `passes` draft passes or more in each.
-
-    Verified and accepted tokens stay the same.  The drafter is always up to date, so its first pass
-    reads one token, or two if all that it had read was accepted; one that takes verified tokens
-    reads all that the last round emitted.  Plain decoding and the rounds of sources with calls of
-    their own are left alone.
-    """
-    if not passes or log.is_plain or log.calls is not None:
-        return log
-    rounds = log.rounds.copy()
-    forwards = np.maximum(rounds["draft_forwards"], passes)
-    begins = np.diff(rounds["request"], prepend=-1) != 0
-    unread = caught_up(begins, forwards, rounds["accepted"], log.takes_verified)
-    rounds["draft_forwards"] = forwards
-    rounds["catch_up"] = np.minimum(rounds["catch_up"], unread)
-    return replace(log, rounds=rounds)

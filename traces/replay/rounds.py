@@ -15,6 +15,7 @@ from policies.core import Round
 from policies.registry import PLAIN
 from policies.rules.base import VerifyRule
 from traces.acceptance.trace import Request
+from traces.replay.calls import Calls, passes_of, unpacked, verification
 
 Fidelity = Literal[
     "exact",
@@ -42,8 +43,8 @@ class RoundLog:
     target would not have chosen after the tokens before them, shape (rounds,), and
     ``rule`` is the rule as the run left it; both are None where verification is lossless.
 
-    ``calls`` is the work of sources other than a draft model, which is not a pass per drafted
-    token: rows of `traces.replay.calls.CALL_DTYPE`; None if it is, as for a draft model.
+    ``recorded_calls`` is the work of sources other than a draft model, which is not a pass per
+    drafted token: rows of `traces.replay.calls.CALL_DTYPE`; None if it is, as for a draft model.
     ``drafter`` is the model of the latency table that these passes are of; ``takes_verified`` as in
     `traces.acceptance.trace.Trace`.
     """
@@ -58,7 +59,7 @@ class RoundLog:
     first: int = 1
     mismatched: npt.NDArray[np.int32] | None = None
     rule: VerifyRule | None = None
-    calls: npt.NDArray[np.void] | None = None
+    recorded_calls: npt.NDArray[np.void] | None = None
     drafter: str = "draft"
     takes_verified: bool = False
 
@@ -82,6 +83,25 @@ class RoundLog:
         """Tokens in the target's cache when each round began (prompt + output)."""
         prompt = np.array([r.prompt_length for r in self.requests], dtype=np.int64)
         return np.asarray(prompt[self.rounds["request"]] + self.rounds["position"])
+
+    @property
+    def calls(self) -> list[Calls]:
+        """The calls of the rounds: recorded, or the passes of a draft model; and the verification.
+
+        They are derived at every access, and take more memory than the rounds.
+        """
+        drafted, forwards, catch_up = (
+            self.rounds[name].astype(np.int64) for name in ("drafted", "draft_forwards", "catch_up")
+        )
+        context = self.context
+        cached = np.maximum(context - 1, 0)
+        if self.recorded_calls is None:
+            return verification(drafted, cached) + passes_of(forwards, catch_up, context)
+        found = unpacked(self.recorded_calls, cached)
+        if any(calls.verify for calls in found):
+            return found
+        light = not any(calls.phase == "layer" for calls in found)
+        return verification(drafted, cached, light) + found
 
     def per_request(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Sum `values`, one per round, over each request: shape (requests,)."""

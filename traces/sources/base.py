@@ -15,9 +15,9 @@ from policies.spec import Checked
 from traces.acceptance.trace import Trace, once_per_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import CallCounter, pack_calls
+from traces.replay.calls import CallCounter, Calls, pack_calls
 from traces.replay.decoder import RecordedToken
-from traces.replay.rounds import Fidelity
+from traces.replay.rounds import Fidelity, RoundLog
 from traces.sources.recording import Recordings, SourceRecording
 
 DRAFTER_SIGNALS = frozenset(SIGNALS) - {"top10_prob"}
@@ -46,6 +46,10 @@ class Source(Checked):
     """True if its rounds run single layers of the target."""
     sampled: ClassVar[bool] = False
     """True if it can be replayed along sampled outputs."""
+    scored: ClassVar[bool] = False
+    """True if the target's scores of its wrong drafts are recorded, which lossy rules need."""
+    chained: ClassVar[bool] = False
+    """True if it drafts one chain from each start (`drafts_along`), under every policy."""
     model: str | None = None
     """The folder or name of the drafter that it was given; None if it has none, or any."""
 
@@ -128,6 +132,10 @@ class Source(Checked):
     def calls(self) -> tuple[tuple[str, str], ...]:
         """(model, phase) of the calls that every draft makes; empty where rounds differ."""
         return ()
+
+    def counted(self, log: RoundLog, recording: Any) -> list[Calls]:
+        """Return the calls of rounds of a `chained` source, unless it drafts `by_passes`."""
+        raise NotImplementedError
 
     def open(
         self, trace: Trace, recordings: Recordings, first: int

@@ -21,7 +21,7 @@ from traces.replay.calls import (
     EXIT_HEAD,
     HEAD,
     LAYER,
-    Counted,
+    Calls,
     pack_calls,
     pack_counted,
 )
@@ -210,13 +210,13 @@ class EarlyExit(Source):
         places: ExitPlaces = exits[0].places
         return places.calls(start, np.array([*chain(*asked)], dtype=np.int64), rounds)
 
-    def drafted(self, exits: ChosenExits, steps: ExitSteps, waiting: Ints) -> Counted:
+    def drafted(self, exits: ChosenExits, steps: ExitSteps, waiting: Ints) -> Calls:
         """Return the calls of what drafts: the exit heads.
 
         ``waiting``, (rounds,), are positions that the drafting of the rounds before left out.
         """
         many = exits.heads[steps.node]
-        return Counted(False, EXIT_HEAD, steps.round, np.ones_like(many), many)
+        return Calls.of(EXIT_HEAD, steps.round, 1, many)
 
     def longest(self, trace: Trace, recordings: Recordings) -> int:
         """Return the longest draft that was followed after wrong exits under its setting.
@@ -267,7 +267,7 @@ class ExitSteps:
         self.offset = ranges(asked)
 
 
-def layer_calls(exits: ChosenExits, steps: ExitSteps, positions: Ints) -> list[Counted]:
+def layer_calls(exits: ChosenExits, steps: ExitSteps, positions: Ints) -> list[Calls]:
     """Return layers and output heads of rounds that each verify `positions`.
 
     A layer runs where a token goes deeper, together with all positions of the round that have not
@@ -276,7 +276,7 @@ def layer_calls(exits: ChosenExits, steps: ExitSteps, positions: Ints) -> list[C
     """
     depth = exits.depths[steps.node]
     rounds = np.arange(len(positions))
-    calls = [Counted(True, HEAD, rounds, positions, np.ones_like(positions))]
+    calls = [Calls.of(HEAD, rounds, positions, verify=True)]
     before = 0
     for until in [*np.unique(depth).tolist(), exits.recording.layers]:
         layers, before = until - before, until
@@ -295,8 +295,8 @@ def layer_calls(exits: ChosenExits, steps: ExitSteps, positions: Ints) -> list[C
     return calls
 
 
-def _layers(verify: bool, rounds: Ints, width: Ints, layers: int) -> Counted:
-    return Counted(verify, LAYER, rounds, width, np.full_like(width, layers))
+def _layers(verify: bool, rounds: Ints, width: Ints, layers: int) -> Calls:
+    return Calls.of(LAYER, rounds, width, layers, verify)
 
 
 class ExitPlaces(Places):
@@ -416,7 +416,7 @@ class Kangaroo(EarlyExit):
     def __init__(self) -> None:
         super().__init__(tau=0, omega=0, depth=1, bonus=True)
 
-    def drafted(self, exits: ChosenExits, steps: ExitSteps, waiting: Ints) -> Counted:
+    def drafted(self, exits: ChosenExits, steps: ExitSteps, waiting: Ints) -> Calls:
         """Return the adapter's passes: the first of a round takes in what is `waiting`."""
         width = np.where(steps.offset == 0, waiting[steps.round] + 1, 1)
-        return Counted(False, ADAPTER, steps.round, width, np.ones_like(width))
+        return Calls.of(ADAPTER, steps.round, width)

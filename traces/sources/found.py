@@ -13,9 +13,10 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.sources.as_draft import drafted_latency, drafted_trace
 from traces.sources.base import Source, true_tokens
+from traces.sources.draft_model import DraftModelSource
 from traces.sources.exit_recording import ExitRecording
 from traces.sources.recording import Recordings, SourceRecording
-from traces.sources.registry import DRAFT_MODEL, SOURCES, parse_source
+from traces.sources.registry import SOURCES, parse_source
 from traces.sources.starts.parallel import Eagle
 from traces.store.identity import engine_head
 from traces.store.recordings import find_latency, find_trace, folder_of
@@ -126,12 +127,8 @@ def find_drafted(name: str, source: str | None = None) -> tuple[Trace, LatencyTa
     if source is None and engine_source(latency) is None:
         return trace, latency
     recordings = find_recordings(name, trace)
-    if source is None:
-        drafter = own_source(latency, trace, recordings)
-    else:
-        drafter = None if source == DRAFT_MODEL else parse_source(source)
-    if drafter is None:
-        return trace, latency
+    own = own_source(latency, trace, recordings) if source is None else parse_source(source)
+    drafter = own or DraftModelSource()
     recordings = drafter.completed(trace, recordings)
     drafted = drafted_trace(trace, drafter, recordings)
     return drafted, drafted_latency(latency, drafter, recordings)

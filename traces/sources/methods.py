@@ -141,7 +141,7 @@ def method_of(text: str) -> Method | None:
 def parts_of(name: str) -> str:
     """Return the options that say what the method called `name` consists of."""
     chosen = METHODS[name]
-    if chosen.source not in (DRAFT_MODEL, "none"):
+    if not chosen.by_model:
         return f"--source {chosen.source} --policy {chosen.policy}"
     rule = chosen.rule.removesuffix(f",tau={MEAN_TAU}")
     return f"--policy {chosen.policy}" + ("" if rule == "exact" else f" --verify {rule}")
@@ -155,7 +155,7 @@ def exact_policy(text: str) -> str:
     chosen = method_of(text)
     if chosen is None:
         return text
-    if chosen.source not in (DRAFT_MODEL, "none"):
+    if not chosen.by_model:
         raise DraftsimError(
             f"--policy {text} drafts with {chosen.source}, and this command drafts alike for all "
             f"policies: write {parts_of(text)}, or use `draftsim simulate`"

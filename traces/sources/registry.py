@@ -7,20 +7,20 @@ from typing import NamedTuple
 
 from policies.spec import describe_spec, parse_spec
 from traces.sources.base import Source
+from traces.sources.draft_model import DraftModelSource
 from traces.sources.early_exit import EarlyExit, Kangaroo
 from traces.sources.lookups.sources import PLD, REST, Lookahead, NGram, NGramSimple, Suffix
 from traces.sources.starts.parallel import Eagle, Parallel
 from traces.sources.starts.sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
 from traces.sources.starts.trees import Eagle2
 
-DRAFT_MODEL = "draft-model"
-"""The source of `traces.replay.decoder`, which is no `Source`: its drafts are the trace's own."""
+DRAFT_MODEL = DraftModelSource.name
 
 SOURCES: Mapping[str, type[Source]] = {
     cls.name: cls
     for cls in (
-        PLD, REST, Lookahead, EarlyExit, Kangaroo, LayerSkip, Blockwise, Medusa, MedusaTree,
-        Space, SpecDec, Eagle, Eagle2, Parallel, NGram, Suffix, NGramSimple,
+        DraftModelSource, PLD, REST, Lookahead, EarlyExit, Kangaroo, LayerSkip, Blockwise, Medusa,
+        MedusaTree, Space, SpecDec, Eagle, Eagle2, Parallel, NGram, Suffix, NGramSimple,
     )
 }  # fmt: skip
 
@@ -32,6 +32,11 @@ class Method(NamedTuple):
     policy: str
     rule: str = "exact"
     what: str = ""
+
+    @property
+    def by_model(self) -> bool:
+        """True if the draft model drafts, or nothing does."""
+        return self.source in (DRAFT_MODEL, "none")
 
 
 SYSTEMS: Mapping[str, Method] = {

@@ -1,8 +1,9 @@
-"""Replay of a trace with another source of drafts, under any length policy."""
+"""Replay of a trace with any source of drafts, under any length policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,6 @@ from traces.replay.run import own_policy, source_under, text_fidelity
 from traces.replay.vectorised import replay_many
 from traces.sources.base import ReplayedRounds, Source, SourceReplay
 from traces.sources.recording import Recordings
-from traces.sources.starts.sources import StartSource
 from traces.store.identity import model_in
 
 
@@ -40,8 +40,9 @@ def replay_source(
     """Decode `requests` of `trace` (None: all) again with `source` drafting, in recording order.
 
     Drafts are verified losslessly: exactly, or by rejection sampling along a sampled trace,
-    whose replay is exact in distribution.  Only the target's output is taken from `trace`, and
-    the recordings of sources that need one from `recordings`.  ``first`` is the output position
+    whose replay is exact in distribution; those of the draft model also by a lossy `rule`.  Only
+    the target's output is taken from `trace` for other sources, and their recordings from
+    `recordings`.  ``first`` is the output position
     decoding begins at, by default the trace's own (`Trace.first`); 0 (lookups only) lets the
     first verification process the prompt, as transformers does.
 
@@ -59,10 +60,22 @@ def replay_source(
     recordings = source.completed(trace, recordings or {})
     check_signals(policy, source, recordings)
     first = trace.first if first is None else first
-    by_passes = source.by_passes(recordings)
     chosen = range(len(trace.requests)) if requests is None else requests
-    if isinstance(source, StartSource):
-        rounds, calls = _along_chains(trace, source, policy, recordings, first, chosen)
+    by_passes = source.by_passes(recordings)
+    if source.chained:
+        source.check(trace, recordings, first)
+    if source.chained and len(chosen):
+        chains = source.drafts_along(trace, recordings)
+        chains = chains if chosen == range(len(trace.requests)) else chains.select(chosen)
+        [log] = replay_many(chains, {describe(policy): policy}, rule=rule, first=first)
+        log = replace(log, policy=name or log.policy)
+        if by_passes:
+            return log
+        calls = pack_counted(source.counted(log, source.recording(recordings)))
+        drafter = source.drafter(recordings)
+        return replace(log, recorded_calls=calls, drafter=drafter, takes_verified=False)
+    if source.chained:
+        rounds, calls = RoundLog.pack([]), pack_calls([])
     else:
         # Some of them may look up what others said: the trace itself is not cut.
         decoder_of = source.open(trace, recordings, first)
@@ -73,25 +86,9 @@ def replay_source(
         rounds, [trace.requests[i] for i in chosen], name or describe(policy),
         source=source_under(policy, source.label(recordings)), verify=lossless,
         fidelity=text_fidelity(trace) if source.fidelity == "exact" else source.fidelity,
-        reads=policy.reads, first=first,
-        calls=None if by_passes else calls,
+        reads=policy.reads, first=first, recorded_calls=None if by_passes else calls,
         drafter=source.drafter(recordings), takes_verified=by_passes,
     )  # fmt: skip
-
-
-def _along_chains(
-    trace: Trace, source: StartSource, policy: DraftPolicy, recordings: Recordings, first: int,
-    chosen: Sequence[int],
-) -> ReplayedRounds:  # fmt: skip
-    """Return rounds and calls of a source that drafts one chain from each start."""
-    source.check(trace, recordings, first)
-    if not len(chosen):
-        return RoundLog.pack([]), pack_calls([])
-    chains = source.drafts_along(trace, recordings)
-    if chosen != range(len(trace.requests)):
-        chains = chains.select(chosen)
-    [log] = replay_many(chains, {describe(policy): policy}, first=first)
-    return log.rounds, pack_counted(source.counted(log, source.recording(recordings)))
 
 
 def _at_once(
@@ -136,7 +133,7 @@ def _asked(
 def check_rule(rule: VerifyRule | None, source: Source, trace: Trace) -> str:
     """Name of the rule that `source` is verified with; DraftsimError if `rule` is another."""
     lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
-    if rule is not None and not rule.lossless:
+    if rule is not None and not (rule.lossless or source.scored):
         raise DraftsimError(
             f"{type(rule).__name__} needs the target's scores of wrong drafts, which are recorded "
             f"for a draft model alone, not for {source.name!r}: use --verify {lossless}"
@@ -165,7 +162,7 @@ def check_signals(
 
 def runs_layers(log: RoundLog) -> bool:
     """Return True if the rounds ran single layers of the target."""
-    return log.calls is not None and bool(np.isin(log.calls["kind"], LAYER).any())
+    return log.recorded_calls is not None and bool(np.isin(log.recorded_calls["kind"], LAYER).any())
 
 
 def check_layers(log: RoundLog, trace: Trace, latency: LatencyTable) -> None:

@@ -143,8 +143,8 @@ def write_rounds(log: RoundLog, path: PathLike) -> None:
     columns = {name: np.ascontiguousarray(log.rounds[name]) for name in names}
     if log.mismatched is not None:
         columns["mismatched"] = np.asarray(log.mismatched, np.int32)
-    if log.calls is not None:
-        columns |= _call_lists(log.calls, len(log))
+    if log.recorded_calls is not None:
+        columns |= _call_lists(log.recorded_calls, len(log))
     header = {name: getattr(log, name) for name in _LOG_FIELDS}
     header["requests"] = [asdict(r) for r in log.requests]
     write_file(path, "rounds", pa.table(columns), header)
@@ -177,7 +177,7 @@ def read_rounds(path: PathLike) -> RoundLog:
     _check_rounds(path, rounds, requests, columns.get("mismatched"))
     told = {name: header[name] for name in _LOG_FIELDS} | {"reads": tuple(header["reads"])}
     mismatched, calls = columns.get("mismatched"), _calls(path, table)
-    return RoundLog(rounds, requests, mismatched=mismatched, calls=calls, **told)
+    return RoundLog(rounds, requests, mismatched=mismatched, recorded_calls=calls, **told)
 
 
 def _check_rounds(

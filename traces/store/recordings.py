@@ -13,7 +13,7 @@ from policies.spec import assignments
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, FileError, nearest
-from traces.latency.table import LatencyTable
+from traces.latency.table import PHASES, LatencyTable
 from traces.store.files import read_latency, read_trace
 from traces.store.header import PathLike
 from traces.store.identity import (
@@ -168,8 +168,7 @@ def folder_of(name_or_path: PathLike, folder: Path = BUNDLED) -> Path | None:
 
 MOST_SECONDS = 1e9
 """Largest constant time: sums and ratios of larger ones could leave the range of a float."""
-OF_THE_TARGET = ("host_round", "host_draft", "signal", "judge", "judge_signals", "rollback",
-                 "prefill", "pass", "layer", "head")  # fmt: skip
+OF_THE_TARGET = tuple(name for name, phase in PHASES.items() if phase.given)
 """Phases that constant latencies may name."""
 
 

@@ -17,7 +17,7 @@ from policies.vectorised import VectorisedPlan, own_word
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import CALL_KINDS, Counted, pack_counted
+from traces.replay.calls import CALL_KINDS, Calls, pack_counted
 from traces.replay.decoder import RecordedToken
 from traces.replay.layout import Foreseen, Lockstep
 from traces.replay.rounds import Fidelity
@@ -118,8 +118,7 @@ class LookupReplay(SourceReplay):
         start, rounds = lockstep.of(chosen, drafted, drafted, np.minimum(drafted, lockstep.runs))
         # A search that finds nothing is one too.
         asked = np.flatnonzero(np.minimum(places.left[start], plan.cap) > 0)
-        ones = np.ones_like(asked)
-        return rounds, pack_counted([Counted(False, self._kind, asked, ones, ones)])
+        return rounds, pack_counted([Calls.of(self._kind, asked)])
 
 
 class LookupSource(Source):

@@ -21,7 +21,7 @@ from traces.acceptance.synthetic import drawn_chances, logits_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import DRAFTER, ONE_PASS, Counted
+from traces.replay.calls import DRAFTER, ONE_PASS, Calls
 from traces.replay.rounds import RoundLog
 from traces.sources.as_draft import (
     in_an_engine,
@@ -112,7 +112,7 @@ class Eagle(OnFeatures, StartSource):
         """Return True unless several modules run in turn."""
         return int(recordings[self.recorded(recordings)].meta["modules"]) == 1
 
-    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Calls]:
         """Return the passes of each module, over what it has not read of the others' tokens."""
         return [_passes(log, DRAFTER, turn) for turn in range(int(recording.meta["modules"]))]
 
@@ -130,7 +130,7 @@ class Eagle(OnFeatures, StartSource):
         return with_drafter(latency, name)
 
 
-def _passes(log: RoundLog, kind: int, offset: int, masks: int = 0) -> Counted:
+def _passes(log: RoundLog, kind: int, offset: int, masks: int = 0) -> Calls:
     """Return a pass of each round that drafts more than `offset` tokens.
 
     It reads what was verified since the pass before, the tokens drafted so far, and `masks`.
@@ -141,7 +141,7 @@ def _passes(log: RoundLog, kind: int, offset: int, masks: int = 0) -> Counted:
     before[np.diff(request, prepend=-1) > 0] = 0
     prompt = np.array([r.prompt_length for r in log.requests], dtype=np.int64)[request]
     read = np.minimum(position - before + offset, prompt + position - 1)
-    return Counted(False, kind, ran, read + masks, np.ones_like(read))
+    return Calls.of(kind, ran, read + masks)
 
 
 @dataclass(eq=False)
@@ -221,7 +221,7 @@ class Parallel(OnFeatures, StartSource):
         """Return the number of masks."""
         return self.k or int(self.recording(recordings).offsets)
 
-    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Calls]:
         """Return one pass for every round that drafts."""
         return [_passes(log, ONE_PASS, 0, self.width(recording) - 1)]
 

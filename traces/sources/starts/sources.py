@@ -20,7 +20,7 @@ from traces.acceptance.synthetic import ORDINARY
 from traces.acceptance.trace import MOST_DRAFTED, Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS, Counted
+from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS, Calls
 from traces.replay.rounds import Fidelity, RoundLog
 from traces.sources.as_draft import (
     heads_at_once,
@@ -89,6 +89,7 @@ class StartSource(Source):
     signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS
     unlike: ClassVar[str | None] = WIDER
     sampled = True
+    chained = True
     recorded_as = StartRecording
     takes_verified: ClassVar[bool] = False
     """True if every round's first pass reads all that was verified since the one before."""
@@ -121,10 +122,6 @@ class StartSource(Source):
         drafted: Ints = recording["token"][:, : self.width(recording)]
         return drafted
 
-    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
-        """Return the calls of the rounds in `log`, besides passes of a drafter (`by_passes`)."""
-        raise NotImplementedError
-
     def drafts_along(self, trace: Trace, recordings: Recordings) -> Trace:
         """Return the outputs with the chains recorded from every start."""
         self.check(trace, recordings, 1)
@@ -143,10 +140,9 @@ class StartSource(Source):
         return laid_out(trace, drafted, (drafted >= 0) | (drafted[:, :1] < 0), signals, meta)
 
 
-def heads_run(log: RoundLog) -> list[Counted]:
+def heads_run(log: RoundLog) -> list[Calls]:
     """Return one run of all heads in every round that drafts."""
-    forwards = log.rounds["draft_forwards"].astype(np.int64)
-    return [Counted.each(False, HEADS, np.ones_like(forwards), np.minimum(forwards, 1))]
+    return [Calls.of(HEADS, np.flatnonzero(log.rounds["draft_forwards"]))]
 
 
 @dataclass(eq=False)
@@ -157,7 +153,7 @@ class HeadsSource(StartSource):
     drafts_end = True
     k: int | None = parameter(None, whole, 1)
 
-    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Calls]:
         """Count the heads, which run once in every round that drafts."""
         return heads_run(log)
 
@@ -205,10 +201,10 @@ class Space(StartSource):
     drafts_end = True
     k: int | None = parameter(None, whole, 1)
 
-    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Calls]:
         """Count one pass a round, over the last token, the draft, and the masks after each."""
         width = (log.rounds["drafted"].astype(np.int64) + 1) * (self.width(recording) + 1)
-        return [Counted.each(True, PASS, width, np.ones_like(width))]
+        return [Calls.of(PASS, np.arange(len(width)), width, verify=True)]
 
 
 class MedusaTree(StartSource):
@@ -249,10 +245,10 @@ class MedusaTree(StartSource):
         going = np.where(drafted < 0, others(wanted, eos_of(trace)), drafted)
         return np.where(held, wanted, going)
 
-    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Calls]:
         """Count the heads, and a pass over all nodes down to the levels verified."""
         nodes = 1 + np.append(0, np.cumsum(np.cumprod(self.tops)))[log.rounds["drafted"]]
-        return [*heads_run(log), Counted.each(True, PASS, nodes, np.ones_like(nodes))]
+        return [*heads_run(log), Calls.of(PASS, np.arange(len(nodes)), nodes, verify=True)]
 
 
 class LayerSkip(StartSource):
@@ -283,13 +279,13 @@ class LayerSkip(StartSource):
             )
         return found
 
-    def counted(self, log: RoundLog, recording: StartRecording) -> list[Counted]:
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Calls]:
         """Count the kept layers and the output head, for every drafted token."""
         forwards = log.rounds["draft_forwards"].astype(np.int64)
-        layers, ones = int(recording.meta["layers"]), np.ones_like(forwards)
+        layers, every = int(recording.meta["layers"]), np.arange(len(forwards))
         return [
-            Counted.each(False, LAYER, ones, forwards * layers),
-            Counted.each(False, HEAD, ones, forwards),
+            Calls.of(LAYER, every, 1, forwards * layers),
+            Calls.of(HEAD, every, 1, forwards),
         ]
 
     def for_decoding(self, recordings: Recordings) -> Source:

@@ -22,7 +22,7 @@ from policies.spec import parameter, whole
 from policies.vectorised import VectorisedPlan
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
-from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE, Counted, pack_counted
+from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE, Calls, pack_counted
 from traces.replay.decoder import RecordedToken
 from traces.replay.layout import Foreseen, Lockstep
 from traces.sources.base import DRAFTER_SIGNALS, ReplayedRounds, Source, SourceReplay
@@ -190,13 +190,13 @@ class TreeReplay(SourceReplay):
         ran = np.flatnonzero(rounds["draft_forwards"])
         before = np.append(0, rounds["position"][ran][:-1])
         before[np.diff(rounds["request"][ran], prepend=-1) > 0] = 0
-        own, ones = layers[start], np.ones(len(start), dtype=np.int64)
+        own = layers[start]
         deepest = own.max(initial=0)  # outputs may all end in the prefill
         nodes = [min(self.budget, candidates(record.topk, d)) for d in range(deepest + 1)]
         calls = [
-            Counted(False, DRAFTER, ran, rounds["position"][ran] - before, ones[ran]),
-            Counted(False, DRAFTER_TREE, ran, ones[ran] * record.topk, own[ran] - 1),
-            Counted(True, TREE, np.arange(len(start)), np.array(nodes)[own] + 1, ones),
+            Calls.of(DRAFTER, ran, rounds["position"][ran] - before),
+            Calls.of(DRAFTER_TREE, ran, record.topk, own[ran] - 1),
+            Calls.of(TREE, np.arange(len(start)), np.array(nodes)[own] + 1, verify=True),
         ]
         return rounds, pack_counted(calls)
 
