@@ -50,6 +50,13 @@ LLAMACPP = {
         "draft_n": 12, "draft_n_accepted": 9,
     },
 }  # fmt: skip
+LMSTUDIO = {
+    "object": "chat.completion", "usage": {
+        "prompt_tokens": 66, "completion_tokens": 60, "total_draft_tokens_count": 100,
+        "accepted_draft_tokens_count": 34, "rejected_draft_tokens_count": 66,
+    },
+    "stats": {"tokens_per_second": 20.0, "time_to_first_token": 1.2, "stop_reason": "eosFound"},
+}  # fmt: skip
 EAGLE = {
     "question_id": 81,
     "choices": [{"index": 0, "idxs": [9, 4], "new_tokens": [25, 10], "wall_time": [1.0, 0.5]}],
@@ -173,6 +180,7 @@ def example(name: str) -> Any:
     return {
         "specbench": row(1, [3, 1, 2]), "vllm": DETAILED, "sglang": SGLANG, "eagle": EAGLE,
         "prometheus": SCRAPE.format(10, 20, 9, 6, 3), "llamacpp": LLAMACPP, "rounds": ROUNDS,
+        "lmstudio": LMSTUDIO,
         "by-start": BY_START, "tensorrt-llm": [ITERATION], "aiperf": AIPERF, "latency": LATENCY,
         "llama-bench": bench_record(n_gen=128), "vidur": VIDUR, "llmservingsim": DENSE,
         "speculation-profile": PROFILE,

@@ -18,6 +18,7 @@ from tests.logs import (
     DETAILED,
     EAGLE,
     LLAMACPP,
+    LMSTUDIO,
     ROUNDS,
     SCRAPE,
     SGLANG,
@@ -224,6 +225,26 @@ def test_llamacpp(tmp_path: Path) -> None:
     plain = {"timings": {"predicted_n": 17, "predicted_ms": 400.0}}
     with pytest.raises(FileError, match="without speculation"):
         counts("llamacpp", written(tmp_path, plain))
+
+
+def test_lmstudio(tmp_path: Path) -> None:
+    """Its own API counts drafts in `usage`, the other one in `stats`, without a speed."""
+    usage, stats = LMSTUDIO["usage"], LMSTUDIO["stats"]
+    drafts = {name: usage[name] for name in usage if "draft" in name}
+    other = {"usage": {n: v for n, v in usage.items() if n not in drafts}, "stats": drafts}
+    for response, wall_s in ((LMSTUDIO, 3.0), (other, 0.0), ({"usage": usage}, 0.0)):
+        totals = counts("lmstudio", written(tmp_path, response))
+        assert (totals.rounds, totals.drafted, totals.accepted) == (25, 100, 34)
+        assert totals.reach == 4
+        assert totals.fixed_length
+        assert totals.meta["measured"]["wall_s"] == pytest.approx(wall_s)
+    for lacking, message in (
+        ({"stats": stats}, "has no usage and stats: expected responses of LM Studio"),
+        ({"usage": {"completion_tokens": 9}, "stats": {}}, "have no total_draft_tokens_count"),
+        ({**LMSTUDIO, "stats": {"tokens_per_second": "x"}}, "usage and stats.tokens_per_second is"),
+    ):
+        with pytest.raises(FileError, match=message):
+            counts("lmstudio", written(tmp_path, lacking))
 
 
 def test_a_tree_is_no_chain(tmp_path: Path, run: Run) -> None:

@@ -13,15 +13,15 @@ from traces.importers.base import Imported, Importer, Options
 from traces.importers.eagle import EagleLog
 from traces.importers.metrics import Prometheus
 from traces.importers.operators import LLMServingSim, Vidur
-from traces.importers.responses import LlamaCpp, SGLang, TRTLLMLog
+from traces.importers.responses import LlamaCpp, LMStudio, SGLang, TRTLLMLog
 from traces.importers.specbench import SpecBench
 from traces.importers.timings import Latency, LlamaBench
 from traces.importers.vllm import VLLM
 from traces.store.text import read_text
 
 _ALL: tuple[Importer, ...] = (
-    SpecBench(), VLLM(), SGLang(), TRTLLMLog(), LlamaCpp(), Prometheus(), AIPerf(), EagleLog(),
-    RoundsCSV(), ByStart(), SpeculationProfiles(), LlamaBench(), Latency(), Vidur(),
+    SpecBench(), VLLM(), SGLang(), TRTLLMLog(), LlamaCpp(), LMStudio(), Prometheus(), AIPerf(),
+    EagleLog(), RoundsCSV(), ByStart(), SpeculationProfiles(), LlamaBench(), Latency(), Vidur(),
     LLMServingSim(),
 )  # fmt: skip
 IMPORTERS: Mapping[str, Importer] = {importer.name: importer for importer in _ALL}

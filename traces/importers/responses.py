@@ -1,4 +1,4 @@
-"""Counts in servers' responses: of SGLang, TensorRT-LLM and llama.cpp."""
+"""Counts in servers' responses: of SGLang, TensorRT-LLM, llama.cpp and LM Studio."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any
+from typing import Any, ClassVar
 
 from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import FileError
@@ -262,34 +262,47 @@ class LlamaCpp(Importer):
     name = "llamacpp"
     summary = "responses of llama.cpp's server (timings with draft_n)"
     takes = ("draft_lengths",)
+    place: ClassVar[str] = "timings"
+    """Where a response has its counts, for messages."""
+    counts: ClassVar[tuple[str, str, str]] = ("predicted_n", "draft_n", "draft_n_accepted")
+    """Names of a request's tokens, and of those drafted and accepted."""
 
     def sniff(self, text: str) -> bool:
         return '"draft_n"' in text or '"draft_n_accepted"' in text
+
+    def told(self, response: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return what a response counts; None if it counts nothing."""
+        timings = response.get("timings")
+        return timings if isinstance(timings, dict) else None
+
+    def wall_s(self, where: str, told: Mapping[str, Any]) -> float:
+        """Return seconds of decoding; 0 where they are not told."""
+        return _positive(where, "predicted_ms", told, "milliseconds") / 1e3
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
         longest = _fixed(options.draft_lengths)
         summaries, tokens, wall_s = [], 0, 0.0
         for where, row in (row for file in files for row in read_json_rows(file)):
-            timings = row.get("timings")
-            if not isinstance(timings, dict):
+            told, at = self.told(row), f"{where}, {self.place}"
+            if told is None:
                 if row.get("error") is not None:
                     continue  # a request that failed
-                raise FileError(f"{where}: has no timings: expected llama.cpp's responses")
+                raise FileError(f"{where}: has no {self.place}: expected {self.summary}")
             n, d, a = (
-                whole(where, f"timings.{name}", timings.get(name, 0), most=most)
-                for name, most in _COUNTS.items()
+                whole(where, f"{self.place}.{name}", told.get(name, 0), most=most)
+                for name, most in zip(self.counts, _MOST, strict=True)
             )
             if a > d:
-                raise FileError(
-                    f"{where}: draft_n_accepted={a} of draft_n={d}: they do not belong together"
-                )
+                _, drafted, accepted = self.counts
+                raise FileError(f"{where}: {accepted}={a} of {drafted}={d}: they do not belong "
+                                "together")  # fmt: skip
             rounds = max(n - a - 1, int(d > 0))
-            summaries.append(Summary(f"{where}, timings", None, rounds, d, a, longest))
-            tokens, wall_s = tokens + n, wall_s + _seconds(where, timings.get("predicted_ms"))
+            summaries.append(Summary(at, None, rounds, d, a, longest))
+            tokens, wall_s = tokens + n, wall_s + self.wall_s(f"{where}: {self.place}", told)
         if not any(summary.drafted for summary in summaries):
             raise FileError(
-                f"{files[0]}: is a log without speculation, its timings have no draft_n: serve "
-                "with a draft model"
+                f"{files[0]}: is a log without speculation, its {self.place} have no "
+                f"{self.counts[1]}: serve with a draft model"
             )
         measured = {"tokens": tokens, "rounds": sum(s.rounds for s in summaries), "wall_s": wall_s}
         totals = pooled(summaries, self.meta(files, measured=measured))
@@ -302,8 +315,36 @@ class LlamaCpp(Importer):
         return totals
 
 
-_COUNTS = {"predicted_n": MOST_TOKENS, "draft_n": MOST_COUNT, "draft_n_accepted": MOST_COUNT}
-"""Counts of a request, and how large each can be."""
+_MOST = (MOST_TOKENS, MOST_COUNT, MOST_COUNT)
+"""How large each count of a request can be."""
+
+
+class LMStudio(LlamaCpp):
+    """LM Studio's responses, of its own API and of the one like OpenAI's.
+
+    ``usage.completion_tokens``, and in ``usage`` or ``stats`` ``total_draft_tokens_count`` and
+    ``accepted_draft_tokens_count``; the rounds follow as in llama.cpp, which it runs.
+    ``stats.tokens_per_second`` is there in its own API alone.  Source of the format: lmstudio.ai,
+    REST API v0.
+    """
+
+    name = "lmstudio"
+    summary = "responses of LM Studio (usage or stats with total_draft_tokens_count)"
+    place = "usage and stats"
+    counts = ("completion_tokens", "total_draft_tokens_count", "accepted_draft_tokens_count")
+
+    def sniff(self, text: str) -> bool:
+        return '"total_draft_tokens_count"' in text
+
+    def told(self, response: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        usage, stats = response.get("usage"), response.get("stats")
+        if not isinstance(usage, dict):
+            return None
+        return {**(stats if isinstance(stats, dict) else {}), **usage}
+
+    def wall_s(self, where: str, told: Mapping[str, Any]) -> float:
+        speed = _positive(where, "tokens_per_second", told, "a speed")
+        return float(told["completion_tokens"]) / speed if speed else 0.0
 
 
 def _fixed(text: str) -> int | None:
@@ -320,12 +361,11 @@ def _fixed(text: str) -> int | None:
     return int(length)
 
 
-def _seconds(where: str, predicted_ms: Any) -> float:
-    """Return seconds of decoding; 0 where they are not told."""
-    if predicted_ms is None or predicted_ms == 0:
+def _positive(where: str, name: str, told: Mapping[str, Any], what: str) -> float:
+    """Return the number of this name; 0 where it is not told."""
+    value = told.get(name)
+    if value is None or value == 0:
         return 0.0
-    if not is_seconds(predicted_ms):
-        raise FileError(
-            f"{where}: timings.predicted_ms is {shown(predicted_ms)}, expected milliseconds"
-        )
-    return float(predicted_ms) / 1e3
+    if not is_seconds(value):
+        raise FileError(f"{where}.{name} is {shown(value)}, expected {what}")
+    return float(value)
