@@ -139,6 +139,7 @@ RULES: dict[str, dict[str, Limits]] = {
         "capacity": (None, 1, None),
     },
     "lossy-global": {"tau": (0.6, TINY, 1.0)},
+    "relaxed": {"topk": (10, 1, None), "delta": (0.6, 0.0, None)},
     "typical": {
         "epsilon": (0.09, 0.0, 1.0),
         "delta": (0.3, 0.0, 1.0),

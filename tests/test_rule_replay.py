@@ -43,6 +43,7 @@ RULES = [
     "csd-scg:tau=0.3",
     "csd:threshold=0,tau=0.2",
     "lossy-global:tau=0.4",
+    "relaxed:topk=3,delta=0.2",
     "typical",
     "lenience:factor=0.5",
     "ensemble:weight=0.5",
@@ -99,7 +100,8 @@ def test_lossless_replay_is_the_real_run(policy: Any, eos: tuple[int, ...]) -> N
 @pytest.mark.parametrize(
     "text",
     ["spec-verification:beta=1", "csd:threshold=inf", "csd-scg:tau=1", "typical:temperature=0",
-     "bild:threshold=0", "lenience:factor=1", "ensemble:weight=1", "lossy-global:tau=1"],
+     "bild:threshold=0", "lenience:factor=1", "ensemble:weight=1", "lossy-global:tau=1",
+     "relaxed:delta=0"],
 )  # fmt: skip
 def test_a_lossy_rule_that_forgives_nothing_stays_exact(text: str) -> None:
     exact, log = replay(TRACE, Fixed(5)), replay(TRACE, Fixed(5), parse_rule(text))

@@ -35,11 +35,12 @@ from traces.store.outputs import find_run, find_runs, read_run, write_run
 EXACT = (
     "csd:threshold=inf", "csd-ocm:threshold=inf", "spec-verification:beta=1,tau=0",
     "lossy-global:tau=1", "typical:temperature=0", "bild:threshold=0",
+    "relaxed:topk=1",
 )  # fmt: skip
 """Lossy rules with the parameters at which they accept the target's argmax alone."""
 LOSSY = (
     "spec-verification", "cm-asd:vocab_size=2048", "csd:threshold=0", "csd-scg:tau=0.3",
-    "lossy-global", "typical", "lenience", "ensemble", "fly:vocab_size=2048,window=1",
+    "lossy-global", "relaxed", "typical", "lenience", "ensemble", "fly:vocab_size=2048,window=1",
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ EACH = (
     "cm-asd:weights=[1,0,0],tau_sign=literal,entropy_sign=literal", "cm-asd:weights=[0,0,1]",
     "lossy-global", "lossy-global:tau=0.05", "typical", "typical:epsilon=0.5,delta=1",
     "typical:temperature=0", "bild", "bild:threshold=1", "csd-scg", "csd-scg:tau=0.3",
+    "relaxed", "relaxed:topk=3,delta=0.2",
 )  # fmt: skip
 """Rules without a memory, as text."""
 

@@ -13,6 +13,7 @@ from policies.rules.threshold import (
     Ensemble,
     GlobalThreshold,
     Lenience,
+    RelaxedAcceptance,
     SpecVerification,
     TypicalAcceptance,
 )
@@ -27,6 +28,7 @@ RULES: Mapping[str, type[VerifyRule]] = {
     "csd-ocm": CSD,
     "csd-scg": CSD,
     "lossy-global": GlobalThreshold,
+    "relaxed": RelaxedAcceptance,
     "typical": TypicalAcceptance,
     "lenience": Lenience,
     "ensemble": Ensemble,

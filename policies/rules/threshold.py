@@ -119,6 +119,39 @@ class GlobalThreshold(TokenRule):
 
 
 @dataclass(eq=False)
+class RelaxedAcceptance(TokenRule):
+    """TensorRT-LLM's relaxed acceptance, which it uses while DeepSeek-R1 thinks.
+
+    Accepts a token among the target's `topk` best whose probability is at most `delta` below the
+    best one's, at T = 1.  Here it judges every token, not those of the thinking phase alone.
+
+    Parameters
+    ----------
+    topk, delta:
+        ``relaxed_topk`` and ``relaxed_delta`` of the engine, whose defaults (1 and 0) are
+        `ExactMatch`.  The defaults here are those of its guide to DeepSeek-R1.
+
+    Source: NVIDIA/TensorRT-LLM, ``mtpRelaxedAcceptanceKernel`` and ``_torch/speculative/mtp.py``.
+    """
+
+    needs = ("match", "top1", "logsumexp", "draft_logit", "draft_rank")
+    topk: int = parameter(10, whole, 1)
+    delta: float = parameter(0.6, within, 0)
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        """Return True if the token is the best, or one of the `topk` best and probable enough."""
+        best = math.exp(score.top1 - score.logsumexp)
+        gap = best - math.exp(score.draft_logit - score.logsumexp)
+        return bool(score.match or (score.draft_rank < self.topk and gap <= self.delta))
+
+    def accepts_each(self, tokens: Any, scores: Any) -> Bools:
+        best, own = (each(math.exp, logit - scores.logsumexp)
+                     for logit in (scores.top1, scores.draft_logit))  # fmt: skip
+        close = (scores.draft_rank < self.topk) & (best - own <= self.delta)
+        return np.asarray(scores.match | close)
+
+
+@dataclass(eq=False)
 class TypicalAcceptance(TokenRule):
     """Medusa's typical acceptance (Cai et al., 2401.10774, sec. 2.3.1).
 
