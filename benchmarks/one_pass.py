@@ -135,14 +135,14 @@ def adaptive(server: ServerFit, batch: int, concentration: float | None) -> floa
     policy = AdaptiveVerification(gamma=K, cost=cost)
     tokens, seconds = 0.0, 0.0
     for _ in range(max(1, DRAFTS // batch)):
-        chances = np.broadcast_to(hazard, (batch, K))
+        each = np.broadcast_to(hazard, (batch, K))
         if concentration is not None:
-            chances = drawn_chances(chances, concentration, rng)
-        drafts = [[RecordedToken(2, prob=p) for p in row] for row in chances.tolist()]
+            each = drawn_chances(each, concentration, rng)
+        drafts = [[RecordedToken(2, prob=p) for p in row] for row in each.tolist()]
         policy.plan([Load(batch, 0)] * batch)
         lengths = np.array(policy.allot(drafts))
         kept = np.arange(K) < lengths[:, None]
-        emitted = batch + float((np.cumprod(chances, axis=1) * kept).sum())
+        emitted = batch + float((np.cumprod(each, axis=1) * kept).sum())
         tokens += emitted
         seconds += step_s(batch + int(lengths.sum()), emitted / batch)
     return tokens / seconds
