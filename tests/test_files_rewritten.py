@@ -234,7 +234,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["starts-medusa", "exits", "trees-eagle2.eagle"])
-@pytest.mark.parametrize("meta", [[], "text", -1, None, {"sampling": []}, {"layers": "x"}])
+@pytest.mark.parametrize(
+    "meta",
+    [[], "text", -1, None, {"sampling": []}, {"layers": "x"}, {"tensor_parallel": {"target": "x"}}],
+)
 def test_a_source_whose_provenance_is_no_table_is_named(
     sources: Path, name: str, meta: object
 ) -> None:

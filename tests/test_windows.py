@@ -234,6 +234,25 @@ def test_a_model_without_fused_attention_is_loaded(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "config",
+    [  # one masks by slots itself, the other takes no mask of four dimensions
+        transformers.GPTNeoConfig(
+            vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, window_size=WINDOW,
+            attention_types=[[["global", "local"], 1]],
+        ),
+        transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+    ],
+)  # fmt: skip
+def test_a_model_whose_attention_may_not_follow_its_mask_is_refused(
+    config: Any, tmp_path: Path
+) -> None:
+    transformers.AutoTokenizer.from_pretrained(BUNDLED / "draft").save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(DraftsimError, match="neither fused attention nor transformers' plain one"):
+        load_pair(tmp_path, tmp_path)
+
+
 @every_kind
 def test_lone_tokens_and_short_prompts_need_no_mask(kind: str) -> None:
     """As on a GPU."""

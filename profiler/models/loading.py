@@ -241,10 +241,15 @@ def _load(factory: Any, path: str | Path, what: str, **options: Any) -> Any:
         raise
     except Exception as error:
         text = " ".join(str(error).split())
-        # Gemma 2 and gpt-oss have no fused attention.
         if "scaled_dot_product_attention" in text and options.get("attn_implementation") == "sdpa":
-            return _load(factory, path, what, **{**options, "attn_implementation": "eager"})
-        if "gated" in text or "401" in text or "403" in text:
+            # Gemma 2 and gpt-oss have no fused attention.
+            plain = _load(factory, path, what, **{**options, "attn_implementation": "eager"})
+            # Attention of other code may see less than its mask shows (GPT-Neo) or take none of
+            # four dimensions (Bloom).
+            if plain._supports_attention_backend:
+                return plain
+            advice = "it has neither fused attention nor transformers' plain one"
+        elif "gated" in text or "401" in text or "403" in text:
             advice = "it needs an access token: set HF_TOKEN, or use a pair that is public"
         elif "trust_remote_code" in text:
             advice = "it brings code of its own: read that, then add --trust-remote-code to run it"

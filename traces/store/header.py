@@ -97,6 +97,10 @@ META: Mapping[str, tuple[FieldCheck, str]] = {
         (_none_or(_is(bool)), "true or false"),
     ),
     "first": (_none_or(lambda value: is_whole(value, 0, 1)), "0 or 1"),
+    "tensor_parallel": (
+        _none_or(lambda value: isinstance(value, dict) and are_wholes([*value.values()], 1)),
+        "a table of whole numbers >= 1",
+    ),
 }  # fmt: skip
 """For each field of a recording's provenance: its check, and the expected value in words."""
 
