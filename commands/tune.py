@@ -165,10 +165,11 @@ def _tune(
     recording = inputs.load(chooses="tune")
     launch.check_drafter(engine, recording)
     recorded, out, json = recording.trace, asked.out, asked.json
-    contexts = asked.context and batch_sizes("--context", asked.context, MOST_CONTEXT)
     search = Search(
         engine, None if asked.batch is None else batch_sizes("--batch", asked.batch),
-        asked.by_context, contexts or None, asked.by_length,
+        asked.by_context,
+        None if asked.context is None else batch_sizes("--context", asked.context, MOST_CONTEXT),
+        asked.by_length,
     )  # fmt: skip
     recording = recording.in_graphs(graphs.graphs, search.largest(recording.latency))
     table = inputs.priced(recording)
