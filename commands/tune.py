@@ -143,7 +143,10 @@ def tried(
     No speculation and K = 1, 3, 5 are served next to the setting, in a closed loop per batch size.
     """
     if try_out and engine != "vllm":
-        raise DraftsimError(f"--try runs vllm alone: drop it for {engine}")
+        raise DraftsimError(
+            "`draftsim tune engine` (--try) runs vllm alone: use `draftsim tune search` for "
+            f"{engine}"
+        )
     trial = Trial(requests, repeats, defaults)
     _tune(engine, inputs, graphs, searched, trial if try_out else None)  # false in a file
 

@@ -309,7 +309,7 @@ def test_one_request_at_a_time_is_not_served_in_batches(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--engine", "sglang"), "--try runs vllm alone: drop it for sglang"),
+        (("--engine", "sglang"), "runs vllm alone: use `draftsim tune search` for sglang"),
         (("--engine", "vllm"), "the engine that the latencies were measured on"),
     ],
 )
@@ -326,7 +326,7 @@ def test_a_file_of_options_may_try_or_not(run: Run, recorded: SimpleNamespace) -
     options.write_text(f"{asked}try: false\n")
     assert "num_assistant_tokens" in run("tune", "--config", options).ok().out
     options.write_text(f"{asked}try: true\n")
-    assert "--try runs vllm alone" in run("tune", "--config", options).refusal
+    assert "(--try) runs vllm alone" in run("tune", "--config", options).refusal
 
 
 def test_without_the_engine_nothing_is_searched(
