@@ -94,6 +94,7 @@ def test_what_served_faster_than_the_setting_is_named(
         ),
         (["--engine", "vllm", "--slo", "tpot=-1"], "expected more than 0 seconds"),
         (["--engine", "vllm", "--batch", "0"], "--batch holds 0"),
+        (["--engine", "vllm", "--context", ""], "'' is no number"),
         (["--engine", "vllm", "--batch", "1000000000"], "expected 1 to 65536"),
         (["--engine", "hf", "--batch", "1,2"], "decodes one request"),
         (["--engine", "sglang", "--by-context"], "a table of vllm"),
