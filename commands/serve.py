@@ -173,13 +173,17 @@ def serve(
 
     recording = inputs.load(plain=settings is None and policies.plain, sizes=loads.drawn_sizes)
     batching, sharing = parse_mode(mode)
-    count, _, chosen_by = replicas.partition(":")
+    if interference is not None and ":" in mode:
+        raise DraftsimError(f"--mode {mode} names the interference: drop --interference")
+    count, colon, chosen_by = replicas.partition(":")
+    if colon and router is not None:
+        raise DraftsimError(f"--replicas {replicas} names a router: drop --router")
     base = Scenario(
         ClosedLoop(1), engine.limits(recording.latency, batching, loads.arrive), requests,
         batching, sharing if interference is None else interference,
         targets=(targets := _targets(slo, ttft, tpot)), max_time_s=max_time, warmup=warmup,
         seed=seed, replications=replications, replicas=options.whole("--replicas", count),
-        router=_router(count, chosen_by or router),
+        router=_router(count, chosen_by if colon else router),
     )  # fmt: skip
     scenarios = over_loads(base, recording.latency, **loads.offered(recording), say=remark)
     study = prepared(
@@ -253,8 +257,8 @@ def _router(count: str, name: str | None) -> Router:
     from simulator.serving.routers import parse_router
 
     if name is not None and count == "1":
-        raise DraftsimError("--router chooses among replicas: give --replicas 2 or more")
-    return parse_router(name or "round-robin")
+        raise DraftsimError("a router chooses among replicas: give --replicas 2 or more")
+    return parse_router("round-robin" if name is None else name)
 
 
 def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> Targets:

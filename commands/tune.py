@@ -143,7 +143,10 @@ def tried(
     No speculation and K = 1, 3, 5 are served next to the setting, in a closed loop per batch size.
     """
     if try_out and engine != "vllm":
-        raise DraftsimError(f"--try runs vllm alone: drop it for {engine}")
+        raise DraftsimError(
+            "`draftsim tune engine` (--try) runs vllm alone: use `draftsim tune search` for "
+            f"{engine}"
+        )
     trial = Trial(requests, repeats, defaults)
     _tune(engine, inputs, graphs, searched, trial if try_out else None)  # false in a file
 
@@ -165,10 +168,11 @@ def _tune(
     recording = inputs.load(chooses="tune")
     launch.check_drafter(engine, recording)
     recorded, out, json = recording.trace, asked.out, asked.json
-    contexts = asked.context and batch_sizes("--context", asked.context, MOST_CONTEXT)
     search = Search(
         engine, None if asked.batch is None else batch_sizes("--batch", asked.batch),
-        asked.by_context, contexts or None, asked.by_length,
+        asked.by_context,
+        None if asked.context is None else batch_sizes("--context", asked.context, MOST_CONTEXT),
+        asked.by_length,
     )  # fmt: skip
     recording = recording.in_graphs(graphs.graphs, search.largest(recording.latency))
     table = inputs.priced(recording)

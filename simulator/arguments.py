@@ -37,18 +37,20 @@ OURS = {
 def as_parameters(message: str, names: Container[str]) -> str:
     """Return `message` with options of the command line as the parameters among `names`.
 
-    Commands, which are in backticks, keep theirs.
+    Limits of an engine, such as max_batch, are renamed without dashes, too.  Commands, which are in
+    backticks, keep theirs.
 
     >>> as_parameters("give --max-batch or --jobs (`draftsim serve --max-batch`)", ["max_num_seqs"])
     'give max_num_seqs or --jobs (`draftsim serve --max-batch`)'
     """
 
     def named(option: re.Match[str]) -> str:
-        name = option[1].replace("-", "_")
+        name = (option[1] or option[2]).replace("-", "_")
         return found if (found := OURS.get(name, name)) in names else option[0]
 
     parts = message.split("`")
-    parts[::2] = [re.sub("--([a-z][a-z-]*)", named, part) for part in parts[::2]]
+    spelled = r"--([a-z][a-z-]*)|\b(max_batch|token_budget|kv_blocks)\b"
+    parts[::2] = [re.sub(spelled, named, part) for part in parts[::2]]
     return "`".join(parts)
 
 

@@ -390,7 +390,8 @@ def load_tables(
                 f"{name} says nothing of what passes cost: give --latency: a run folder, a "
                 "recording (`draftsim list`) or const:target=SECONDS,draft=SECONDS"
             )
-        tables = {latency or name: find_latency(latency or name)}
+        named = name if latency is None else latency
+        tables = {named: find_latency(named)}
     else:
         tables = latency or {}
     for said in dict.fromkeys(table.meta.get("said") for table in tables.values()):

@@ -425,6 +425,8 @@ def test_errors_and_notes_in_python_name_parameters() -> None:
     for call, said in (
         (partial(draftsim.serve, concurrency=1, rate=1.0), r"\(concurrency\) .* rate and arrivals"),
         (partial(draftsim.serve, concurrency=1, max_num_seqs=3), "leave out max_num_seqs$"),
+        (partial(draftsim.serve, rate=1.0, max_num_seqs=0), "^max_num_seqs is 0"),
+        (partial(draftsim.serve, "bundled", latency=""), "is a directory"),
         (partial(draftsim.plan, slo="ttft=1", rate=1.0, price=-1.0), "^price is -1.0"),
         (partial(draftsim.predict, latency="bundled"), "draft from, trace bundled$"),
         (partial(draftsim.predict, acceptance="0.7"), "give latency, .* RUNS --out FILE`"),

@@ -450,7 +450,7 @@ def test_the_command_answers_in_words_and_rows(
         (("--slo", "ttft=0.5"), "give --rate or --arrivals"),
         (("--slo", "ttft=0.5", "--rate", 0), "--rate holds 0, expected 1e-06 to"),
         (("--slo", "ttft=0.5", "--rate", "1,2"), "--rate is 1,2: a plan is for one rate"),
-        (("--slo", "ttft=0.5", "--rate", "2x"), "there is no load: give --rate or --arrivals"),
+        (("--slo", "ttft=0.5", "--rate", "2x"), "speeds up a file of arrivals: give --arrivals"),
         (("--slo", "latency=1", "--rate", 1), "no target 'latency': choose from ttft, tpot, p"),
         (("--slo", "ttft=1", "--rate", 1, "--gpus", 0), "gpus is 0"),
         (("--slo", "ttft=1", "--rate", 1, "--router", "best"), "router is 'best'"),

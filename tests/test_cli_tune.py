@@ -94,6 +94,7 @@ def test_what_served_faster_than_the_setting_is_named(
         ),
         (["--engine", "vllm", "--slo", "tpot=-1"], "expected more than 0 seconds"),
         (["--engine", "vllm", "--batch", "0"], "--batch holds 0"),
+        (["--engine", "vllm", "--context", ""], "'' is no number"),
         (["--engine", "vllm", "--batch", "1000000000"], "expected 1 to 65536"),
         (["--engine", "hf", "--batch", "1,2"], "decodes one request"),
         (["--engine", "sglang", "--by-context"], "a table of vllm"),
@@ -309,7 +310,7 @@ def test_one_request_at_a_time_is_not_served_in_batches(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--engine", "sglang"), "--try runs vllm alone: drop it for sglang"),
+        (("--engine", "sglang"), "runs vllm alone: use `draftsim tune search` for sglang"),
         (("--engine", "vllm"), "the engine that the latencies were measured on"),
     ],
 )
@@ -326,7 +327,7 @@ def test_a_file_of_options_may_try_or_not(run: Run, recorded: SimpleNamespace) -
     options.write_text(f"{asked}try: false\n")
     assert "num_assistant_tokens" in run("tune", "--config", options).ok().out
     options.write_text(f"{asked}try: true\n")
-    assert "--try runs vllm alone" in run("tune", "--config", options).refusal
+    assert "(--try) runs vllm alone" in run("tune", "--config", options).refusal
 
 
 def test_without_the_engine_nothing_is_searched(

@@ -406,16 +406,27 @@ class OfferedLoad:
         named, text = re.findall(r"(?s)\A(?:([a-z][^:]*):)?(.*)", self.rate or "")[0]
         if named and self.process:
             raise DraftsimError(f"--rate {self.rate} names a process: drop --process")
-        relative = text.endswith("x")
+        if named and self.arrivals is not None:
+            raise DraftsimError(
+                f"--rate {self.rate} names a process, and {self.arrivals} has its own gaps: drop "
+                f"{named}:, or --arrivals"
+            )
+        multiples = {part.strip().endswith("x") for part in text.split(",")}
+        if len(multiples) > 1:
+            raise DraftsimError(
+                f"--rate {self.rate}: expected requests per second, or multiples of the file's "
+                "rate, not both"
+            )
+        [relative] = multiples
         if relative and self.scale:
             raise DraftsimError(f"--rate {self.rate} and --scale are one thing: drop --scale")
-        scale = re.sub("x(?=,|$)", "", text) if relative else self.scale
+        scale = re.sub(r"x(?=\s*(,|$))", "", text) if relative else self.scale
         found = {"prompt": self.prompt, "output": self.output}
         sizes = {} if recording.observed else {k: v for k, v in found.items() if v is not None}
         return {
             "arrivals": self.arrivals, "process": named or self.process, "sizes": sizes,
             "rate": None if relative or self.rate is None else rates("--rate", text),
-            "scale": None if scale is None else rates("--scale", scale),
+            "scale": None if scale is None else rates("--rate" if relative else "--scale", scale),
         }  # fmt: skip
 
     def planned(self, recording: Recording) -> tuple[float | None, AtRate | ArrivalFile]:
@@ -424,12 +435,13 @@ class OfferedLoad:
 
         given = self.offered(recording)
         several = [value for name in ("rate", "scale") for value in given[name] or ()]
-        if len(several) > 1:
-            raise DraftsimError(f"--rate is {self.rate}: a plan is for one rate")
         rate = None if given["rate"] is None else several[0]
-        arrivals = arrivals_of(rate, self.arrivals, given["process"])
+        scaled = given["scale"] is not None
+        arrivals = arrivals_of(rate, self.arrivals, given["process"], scaled=scaled)
+        if len(several) > 1:
+            raise DraftsimError(f"--rate is {self.rate or self.scale}: a plan is for one rate")
         if isinstance(arrivals, ArrivalFile):
-            return rate, arrivals if given["scale"] is None else arrivals.scaled(several[0])
+            return rate, arrivals.scaled(several[0]) if scaled else arrivals
         return rate, replace(arrivals, **given["sizes"])
 
 

@@ -305,6 +305,8 @@ class GammaGaps(AtRate):
     def __post_init__(self) -> None:
         super().__post_init__()
         _positive("burstiness", self.burstiness)
+        if self.burstiness < 1e-6:  # with less, gaps are too long for a float
+            raise DraftsimError(f"burstiness is {self.burstiness}, expected at least 1e-06")
 
     def times(self, rng: np.random.Generator) -> Iterator[float]:
         """Return sums of gaps with a mean of 1 / rate."""
@@ -431,13 +433,21 @@ PROCESSES: Mapping[str, type[AtRate]] = {"poisson": Poisson, "deterministic": De
 
 
 def arrivals_of(
-    rate: float | None, path: str | Path | None = None, process: str | None = None
+    rate: float | None,
+    path: str | Path | None = None,
+    process: str | None = None,
+    scaled: bool = False,
 ) -> AtRate | ArrivalFile:
     """Return the arrivals in the file at `path`, or those of a process at a rate.
 
     A process is one of `PROCESSES`, by default Poisson, or ``burstiness=B`` (`GammaGaps`).
+    ``scaled`` is True if the file's own rate is to be multiplied.
     Raises DraftsimError if the arguments contradict each other or name no load.
     """
+    if scaled and (path is None or rate is not None):
+        raise DraftsimError(
+            "--rate Sx or --scale speeds up a file of arrivals: give --arrivals, and no --rate R"
+        )
     if process is not None and (rate is None or path is not None):
         raise DraftsimError("--process shapes arrivals at a rate: give --rate, and no --arrivals")
     if path is not None:
@@ -449,10 +459,10 @@ def arrivals_of(
         try:
             return GammaGaps(rate, burstiness=float(value))
         except ValueError:
-            raise DraftsimError(f"--process is {process!r}, expected burstiness=NUMBER") from None
+            raise DraftsimError(f"process is {process!r}, expected burstiness=NUMBER") from None
     if process is not None and process not in PROCESSES:
         known = ", ".join(PROCESSES)
-        raise DraftsimError(f"--process is {process!r}, expected {known} or burstiness=NUMBER")
+        raise DraftsimError(f"process is {process!r}, expected {known} or burstiness=NUMBER")
     return PROCESSES[name](rate)
 
 

@@ -135,7 +135,7 @@ class Scenario:
         if not 0 <= self.interference < math.inf:
             raise DraftsimError(f"interference is {self.interference}, expected >= 0")
         if self.interference and not self.one_stream:
-            raise DraftsimError(f"--interference is of --mode pearl and dsi, not of {self.mode}")
+            raise DraftsimError(f"interference is of --mode pearl and dsi, not of {self.mode}")
         if not 0 <= self.warmup < 1:
             raise DraftsimError(f"warmup is {self.warmup}, expected a share in [0, 1)")
         for name in ("requests", "max_time_s", "replications", "replicas"):

@@ -196,12 +196,10 @@ def over_loads(
     for name, given in (("concurrency", concurrency), ("rate", rate)):
         if given is not None and not len(given):
             raise DraftsimError(f"{name} is empty: give at least one number")
-    if scale is not None and (arrivals is None or rate is not None):
-        raise DraftsimError(
-            "--rate Sx or --scale speeds up a file of arrivals: give --arrivals, and no --rate R"
+    if any(given is not None for given in (rate, arrivals, process, scale)):
+        offered = arrivals_of(
+            None if rate is None else 1.0, arrivals, process, scaled=scale is not None
         )
-    if rate is not None or arrivals is not None or process is not None:
-        offered = arrivals_of(None if rate is None else 1.0, arrivals, process)
         if isinstance(offered, ArrivalFile):
             base = replace(base, arrivals=offered)
         else:

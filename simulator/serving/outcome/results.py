@@ -139,7 +139,7 @@ class ResultsFile:
         if self.key is None or found.meta.get("key") != self.key:
             self.say(
                 f"{self.path} held {len(found.numbered)} finished row(s) of a stopped run with "
-                "other options: they are overwritten"
+                "other options or of another version of draftsim: they are overwritten"
             )
             return []
         if found.damaged:
