@@ -119,7 +119,7 @@ def test_nobody_is_sent_to_a_synthetic_trace_for_a_pairs_acceptance(
 ) -> None:
     monkeypatch.delenv(TRACE_VARIABLE, raising=False)
     refused = run("simulate", "--latency", "h200-llama-3.1-8b+1b-graph")
-    assert "--acceptance 0.72,0.50,0.33 from your server's log, or --trace " in refused.refusal
+    assert "--acceptance 0.72,0.50,0.33 from your server's log (--trace " in refused.refusal
 
 
 def test_composed_latencies_carried_over_to_the_gpu_are_near_what_was_measured() -> None:
