@@ -115,7 +115,7 @@ SIMULATE = {
     "replay": Listed("simulate.command:replay", "Rank policies by their speedup on a recording."),
     "phases": Listed(
         "simulate.command:phases", "The same, and by phase of the answer, such as thinking.",
-        chosen_by=("--phase", "--tokenizer"),
+        chosen_by=("--phase",),
     ),
     "rounds": Listed(
         "simulate.command:rounds", "Price rounds that were decoded under lossy rules.",

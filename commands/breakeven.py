@@ -206,7 +206,9 @@ def plan(
     bench: Annotated[
         list[str] | None,
         typer.Option(
-            "--bench", metavar="RUNS", help=f"Name only the runs missing next to these: {RUNS}"
+            "--bench",
+            metavar="RUNS",
+            help=f"Name only the runs missing next to these: {RUNS} Repeatable.",
         ),
     ] = None,
     trace: options.TraceOption = DEFAULT_TRACE,

@@ -160,6 +160,10 @@ def grid(
         _check_places(out, table_at, ends_at)
     c, of_c = axis_settings(c, "c", ["verify"])
     alpha, of_alpha = axis_settings(alpha, "alpha", ["tilt"])
+    if of_c:
+        options.refuse({"--verify-ratio": None if verify_ratio == 1 else 1}, "--c says verify")
+    if of_alpha:
+        options.refuse({"--tilt": None if tilt == "coupled" else tilt}, "--alpha says tilt")
     ratios = parse_axis(c, "c", low=0.0)
     by_ratio = bool(ratios) and inputs.gpu is None and inputs.weights is None
     recording = inputs.load(chooses="sweep", by_ratio=by_ratio, one=False)
@@ -169,7 +173,8 @@ def grid(
     assumed = [name for name, table in tables.items() if table.said_batch_free(largest)]
     assumed += ["ratio"] * (largest > 1 and bool(ratios))
     if "verify" in of_c:
-        verify_ratio = number(of_c["verify"], f"--c {c}: verify is the cost of a verification")
+        cost = "verify of --c is the cost of a verification, in target passes"
+        verify_ratio = number(of_c["verify"], cost)
     lengths = [int(g) for g in parse_axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
     contexts = [
         int(k) for k in parse_axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)

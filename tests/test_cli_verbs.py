@@ -136,6 +136,7 @@ def test_options_choose_the_verb_that_is_not_named(
         ("sweep --c 0.1 --tune", "--c belongs to `draftsim sweep grid`; --tune chooses"),
         ("sweep ladder --latency a --latency b", "sweep ladder` takes one --latency: drop"),
         ("simulate rounds", "Missing argument"),
+        ("simulate --tokenizer t", "--tokenizer belongs to `draftsim simulate phases`; this is"),
         ("profile engin", "No such command 'engin'. Did you mean 'engine'?"),
         ("profile", "Missing option '--target'"),
         ("validate", "Missing option '--run'"),

@@ -221,6 +221,20 @@ def test_iid_baseline(trace: str, tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(read_sweep(out), found)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--c", "verify=1.5"), "--c verify=1.5 has no values: write --c AXIS,verify=1.5"),
+        (("--c", "0.1,verify=1.5", "--verify-ratio", "2"), "drop --verify-ratio"),
+        (("--alpha", "0.6,tilt=iid", "--tilt", "redraw"), "drop --tilt"),
+    ],
+)
+def test_settings_of_an_axis_come_once_and_with_values(given: tuple[str, ...], said: str) -> None:
+    error = CliRunner().invoke(app.app, ["sweep", *given]).exception
+    assert isinstance(error, DraftsimError)
+    assert said in str(error)
+
+
 def test_ladder(trace: str, tmp_path: Path) -> None:
     found = rows("ladder", "--trace", trace, "--latency", CONST, "--policy", "svip",
                  "--plots", str(tmp_path), "--resamples", "10")  # fmt: skip
@@ -314,6 +328,8 @@ def test_search_space_tells_values_from_braces() -> None:
     assert search_space(text) == ("cm-asd:weights=[1,0,0]", {"beta": ["2", "4"]})
     with pytest.raises(DraftsimError, match="braces give the values of a parameter"):
         search_space("{svip,fixed}:gamma=1{2}")
+    with pytest.raises(DraftsimError, match="braces give the values of a parameter"):
+        search_space("fixed:{1..3}")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ MOST_POINTS = 100_000
 
 _RANGE = re.compile(r"^([^:]+):([^:]+):(\d+)(log|lin)?$")
 _BRACES = re.compile(r'\{([^{}":]*)\}')
+IN_BRACES = "braces give the values of a parameter, as in gamma={1..8}"
 _STEPS = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?$")
 
 
@@ -59,7 +60,7 @@ def axis_settings(
 ) -> tuple[str | None, dict[str, str]]:
     """Return the text of an axis, and the values of `keys` that follow it.
 
-    Raises DraftsimError for other keys.
+    Raises DraftsimError for other keys, and for keys without an axis.
 
     >>> axis_settings("0.5:0.9:5,tilt=iid", "alpha", ["tilt"])
     ('0.5:0.9:5', {'tilt': 'iid'})
@@ -68,6 +69,8 @@ def axis_settings(
     points = [item for item in items if "=" not in item]
     given = ",".join(item for item in items if "=" in item)
     found = assignments(given, f"--{name} {text}", keys, "setting")
+    if found and not points:
+        raise DraftsimError(f"--{name} {text} has no values: write --{name} AXIS,{text}")
     return text if not found else ",".join(points), found
 
 
@@ -128,13 +131,14 @@ def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
     name, given = split_name(text)
     fixed: list[str] = []
     space: dict[str, list[str]] = {}
-    for key, value in assignments(given, f"policy {text!r}").items():
+    where = f"policy {text!r}"
+    if any(part.startswith("{") for part in split_items(given)):
+        raise DraftsimError(f"{where}: {IN_BRACES}")
+    for key, value in assignments(given, where).items():
         if braces := _BRACES.fullmatch(value):
             space[key] = _alternatives(braces.group(1), text)
         elif "{" in value:
-            raise DraftsimError(
-                f"policy {text!r}: braces give the values of a parameter, as in gamma={{1..8}}"
-            )
+            raise DraftsimError(f"{where}: {IN_BRACES}")
         else:
             fixed.append(f"{key}={value}")
     return name + (":" + ",".join(fixed) if fixed else ""), space
