@@ -490,7 +490,7 @@ def _readers(log: RoundLog, drafter: str) -> tuple[str, ...]:
     """Return the models that read the prompts: the target, and a drafter that is not part of it."""
     recorded = log.recorded_calls
     if recorded is None:
-        own = log.rounds["draft_forwards"].any()
+        own = bool(log.rounds["draft_forwards"].any())
     else:
         own = any(CALL_KINDS[kind][0] == OWN for kind in np.unique(recorded["kind"]))
     return ("target", drafter) if own else ("target",)
