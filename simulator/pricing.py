@@ -25,7 +25,6 @@ of a full batch are priced as rounds whose sizes are means (`simulator.whatif.ba
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,7 +40,7 @@ from policies.rules.registry import RULES
 from traces.errors import DraftsimError
 from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED
 from traces.latency.table import PHASES, SERVER, Estimate, LatencyTable
-from traces.replay.calls import OWN, Calls, Sizes, distinct, passes_always
+from traces.replay.calls import CALL_KINDS, OWN, Calls, Sizes, distinct, passes_always
 from traces.replay.layout import caught_up
 from traces.replay.rounds import ROUND_DTYPE, RoundLog
 
@@ -489,7 +488,11 @@ def _drafter(log: RoundLog, latency: LatencyTable) -> str:
 
 def _readers(log: RoundLog, drafter: str) -> tuple[str, ...]:
     """Return the models that read the prompts: the target, and a drafter that is not part of it."""
-    own = any(calls.model == OWN and len(calls.round) for calls in log.calls)
+    recorded = log.recorded_calls
+    if recorded is None:
+        own = bool(log.rounds["draft_forwards"].any())
+    else:
+        own = any(CALL_KINDS[kind][0] == OWN for kind in np.unique(recorded["kind"]))
     return ("target", drafter) if own else ("target",)
 
 
@@ -580,11 +583,12 @@ def host_at(latency: LatencyTable, reads: bool, batch: int) -> Host:
 
     ``reads`` says whether the policy reads draft signals.
     """
-    per: dict[str, float] = defaultdict(float)
-    for phase, of in PHASES.items():
-        own = (SERVER,) if of.per in ("step", "request") else HOSTS
-        per[of.per] += sum(scalar_seconds(latency, model, phase, batch) for model in own)
-    draft_s = per["drafted"] + per["read"] * reads
+
+    def charged(per: str, *models: str) -> float:
+        kinds = [phase for phase, of in PHASES.items() if of.per == per]
+        return sum(scalar_seconds(latency, m, phase, batch) for phase in kinds for m in models)
+
+    draft_s = charged("drafted", *HOSTS) + (charged("read", *HOSTS) if reads else 0.0)
     rollbacks = (scalar_seconds(latency, model, "rollback", batch) for model in HOSTS)
-    around = [per["step"], per["request"]]
-    return Host(per["round"] + per["step"], draft_s, *rollbacks, *around)
+    around = [charged(per, SERVER) for per in ("step", "request")]
+    return Host(charged("round", *HOSTS) + around[0], draft_s, *rollbacks, *around)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.pricing import PER, price
+from simulator.pricing import PER, host_at, price
 from simulator.serving.cost import EngineCost
 from tests.test_pricing import CELLS, LOOKUP, random_log, summed, table
 from traces.errors import DraftsimError
@@ -192,3 +192,17 @@ def test_another_kind_of_latency_is_a_line_in_the_table(
     round_s, draft_s, *_, step_s, _ = np.subtract(*hosts)
     assert (round_s, draft_s) == ((0.5, 0) if per in ("round", "step") else (0, 0.5))
     assert step_s == (0.5 if per == "step" else 0)
+
+
+def test_the_host_is_read_from_its_own_cells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def noted(_latency: LatencyTable, _model: str, phase: str, _batch: int) -> float:
+        asked.append(phase)
+        return 0.0
+
+    monkeypatch.setattr("simulator.pricing.scalar_seconds", noted)
+    host_at(costing(target_forward=1.0), True, 1)
+    assert {PHASES[phase].per for phase in asked} == {
+        "drafted", "read", "round", "step", "request", "rollback",
+    }  # fmt: skip

@@ -146,7 +146,7 @@ def verification(drafted: Sizes, cached: Sizes, light: bool = False) -> list[Cal
     drafts, such as those of heads and lookups, leave few.  A round without drafts is a step of
     plain decoding, and costs that.
     """
-    apart = light & (drafted > 0)
+    apart = drafted > 0 if light else np.zeros(len(drafted), dtype=bool)
     return [
         Calls("target", phase, of, drafted[of] + 1, cached[of], verify=True)
         for phase, of in (("forward", np.flatnonzero(~apart)), ("pass", np.flatnonzero(apart)))
