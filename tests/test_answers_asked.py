@@ -92,7 +92,7 @@ RESULTS = str(ROOT / "docs" / "examples" / "server" / "results")
         (("sweep", *ANY_BATCH, "--tilt", "iid"), "no --alpha is given: drop --tilt"),
         (("sweep", *ANY_BATCH, "--c", "0.1,tilt=iid"), "has no setting 'tilt': choose from verify"),
         (("sweep", *ANY_BATCH, "--c", "0.1,verify=x"), "'x' is no number"),
-        (("sweep", *ANY_BATCH, "--c", "verify=1.1"), "'' is no number"),
+        (("sweep", *ANY_BATCH, "--c", "verify=1.1"), "has no values: write --c AXIS,verify"),
         (("sweep", *ANY_BATCH, "--alpha", "0.5,tilt=both"), "'both', expected coupled, redraw"),
         (("simulate", "robustness", *GIVEN, "--prefill", "--by-category"),
          "--prefill belongs to `draftsim simulate replay` or `phases` or `rounds`"),

@@ -128,13 +128,16 @@ PLACED = dict.fromkeys(
 """Options that stand in for the folder names of these formats' files."""
 
 
+COUNTED = (
+    "sglang", "tensorrt-llm", "llamacpp", "lmstudio", "prometheus", "eagle", "speculation-profile",
+)  # fmt: skip
+"""Formats that tell counts, and no trace."""
+
+
 def imported(log: str) -> Reader:
     """Return what an import of one of `LOGS` prints and writes."""
     form = log.partition(" ")[0]
-    counts = (
-        form in ("sglang", "tensorrt-llm", "llamacpp", "prometheus", "eagle", "speculation-profile")
-        or log != form
-    )
+    counts = form in COUNTED or log != form
     out = f"imported.{'json' if counts else 'parquet'}"
 
     def answer(place: Path) -> Any:

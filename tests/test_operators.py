@@ -263,7 +263,7 @@ def test_names_of_composed_latencies(tmp_path: Path) -> None:
         find_composed(f"{path}/llama-3.1-8b")
     assert find_composed(f"{path}:a6000/llama-3.1-8b") is not None
     for name in (f"{path}:a6000/llama-3.1-8b", f"{path}:a6000:operators/llama-3.1-8b"):
-        found = latencies([name], "bundled", priced=False)
+        found = latencies([name])
         assert found[name].meta["composed"].startswith(f"{path}:a6000")
     messages = bundled_operators("a100").of(operator="all_reduce")
     write_operators(OperatorTable(messages, {}), path)

@@ -68,11 +68,11 @@ def lookups(runs: Path) -> Any:
 
 def test_the_command_line_starts_in_the_engines_environment(ran: Any) -> None:
     # Without joblib, matplotlib and what else the engine's environment does not hold.
-    command = [str(PYTHON), str(ROOT / "draftsim.py"), "tune", "--help"]
+    command = [str(PYTHON), str(ROOT / "draftsim.py"), "tune", "engine", "--help"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "--try" in done.stdout
+    assert "--defaults" in done.stdout
 
 
 def rounds(log: RoundLog) -> dict[str, list[list[int]]]:

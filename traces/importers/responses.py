@@ -337,10 +337,10 @@ class LMStudio(LlamaCpp):
         return '"total_draft_tokens_count"' in text
 
     def told(self, response: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        usage, stats = response.get("usage"), response.get("stats")
-        if not isinstance(usage, dict):
-            return None
-        return {**(stats if isinstance(stats, dict) else {}), **usage}
+        usage, stats = response.get("usage"), response.get("stats", {})
+        if isinstance(usage, dict) and isinstance(stats, dict) and self.counts[0] in usage:
+            return {**stats, **usage}
+        return None
 
     def wall_s(self, where: str, told: Mapping[str, Any]) -> float:
         speed = _positive(where, "tokens_per_second", told, "a speed")
