@@ -331,6 +331,7 @@ def test_one_prompt_has_no_interval_over_prompts(tmp_path: Path, run: Run) -> No
         (["--rate", "0x", "--arrivals", "x.csv"], "--rate holds 0, expected 1e-06 to"),
         (["--rate", "2x"], "--scale speeds up a file of arrivals"),
         (["--mode", "pearl:overlap=1"], "expected pearl:interference=NUMBER"),
+        (["--mode", "pearl:0.4"], "expected pearl:interference=NUMBER"),
         (["--mode", "static:interference=1"], "interference is of --mode pearl and dsi"),
         (["--mode", "pearl:interference=1", "--interference", "2"], "drop --interference"),
         (["--replicas", "two"], "--replicas is 'two', expected a whole number"),

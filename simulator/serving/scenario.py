@@ -37,8 +37,11 @@ def parse_mode(text: str) -> tuple[Mode, float]:
     mode = next((mode for mode in MODES if mode == name), None)
     if mode is None:
         raise DraftsimError(f"mode is {name!r}, expected one of {', '.join(MODES)}")
+    key, _, value = setting.partition("=")
     try:
-        return mode, float(setting.removeprefix("interference=")) if colon else 0.0
+        if colon and key != "interference":
+            raise ValueError
+        return mode, float(value) if colon else 0.0
     except ValueError:
         raise DraftsimError(f"--mode {text}: expected {mode}:interference=NUMBER") from None
 

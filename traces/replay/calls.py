@@ -127,8 +127,8 @@ OWN = "drafter"
 def passes_of(forwards: Ints, catch_up: Sizes, context: Sizes, model: str = OWN) -> list[Calls]:
     """Return the passes of the draft model `model` in rounds, arrays of shape (rounds,).
 
-    The first reads the ``catch_up`` tokens up to ``context``; 0 was paid before.  Each of the later
-    ones reads the token that the one before drafted.
+    The first reads the ``catch_up`` tokens up to ``context``, of which 0 make no pass.  Each of the
+    later ones reads the token that the one before drafted.
     """
     first = np.flatnonzero((forwards > 0) & (catch_up > 0))
     later = np.flatnonzero(forwards > 1)
