@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from commands.common import options
-from commands.common.drafted import load_recording, say_calibrate
+from commands.common.drafted import load_recording
 from commands.common.output import note, placed_as, remark, say_remarks, waiting_remarks
 from commands.common.progress import working
 from traces.errors import DraftsimError
@@ -46,6 +46,7 @@ def report(
     The page ranks the same policies and named methods as `simulate`, and recommends the same one.
     """
     from commands.simulate.table import headline
+    from simulator.hardware.scaling import said_calibrate
     from simulator.predict import compare, split_asked
     from simulator.pricing import always_drafted
     from simulator.report.data import against_fixed, carried_spans, names_of, render, report_data
@@ -60,7 +61,8 @@ def report(
             "drafts all of a round's at once: price it with `draftsim simulate --source`"
         )
     table = drafting_always(recording.priced(), always_draft)
-    say_calibrate([table], 2 if serve and table.knows_batches else 1)
+    for line in said_calibrate([table], 2 if serve and table.knows_batches else 1):
+        remark(line)
     # Times measured on another device are no check of what is predicted for this one.
     other = (
         latency is not None or table.meta.get("scaled") or always_draft is not None

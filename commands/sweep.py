@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,13 +12,7 @@ import typer
 
 from commands.common import options
 from commands.common.configured import MOST_BATCH, MOST_CONTEXT, MOST_LENGTH
-from commands.common.drafted import (
-    carried_words,
-    gpu_names,
-    say_calibrate,
-    say_scaling,
-    weight_formats,
-)
+from commands.common.drafted import gpu_names, weight_formats
 from commands.common.output import (
     MEASURE_MORE,
     JsonOption,
@@ -43,7 +38,6 @@ if TYPE_CHECKING:
 
     from simulator.recording import Recording
     from simulator.whatif.cells import Prices
-    from simulator.whatif.sweep import Sweep
 
 SHOWN = (
     "gpu", "scaled", "scale_error", "fit_error", "policy", "points", "mean_speedup", "carried_lo",
@@ -144,12 +138,10 @@ def grid(
     not swept. The second table says where each policy stops giving a speedup. Above batch 1 at most
     30 resamples are drawn.
     """
-    from simulator.chosen import swept_policies
-    from simulator.unmeasured import free_hosts, said_free, said_outside
     from simulator.whatif.axes import axis_settings, number, parse_axis
     from simulator.whatif.breakeven import fastest, overview, thresholds
-    from simulator.whatif.cells import Prices, fitting
-    from simulator.whatif.sweep import Sweep, thresholds_path, write_thresholds
+    from simulator.whatif.grid import Axes, answer, grid_sweep
+    from simulator.whatif.sweep import thresholds_path, write_thresholds
     from traces.latency.table import BATCH_FREE_SAID
 
     table_at = ends_at = None
@@ -164,63 +156,48 @@ def grid(
         options.refuse({"--verify-ratio": None if verify_ratio == 1 else 1}, "--c says verify")
     if of_alpha:
         options.refuse({"--tilt": None if tilt == "coupled" else tilt}, "--alpha says tilt")
-    ratios = parse_axis(c, "c", low=0.0)
-    by_ratio = bool(ratios) and inputs.gpu is None and inputs.weights is None
-    recording = inputs.load(chooses="sweep", by_ratio=by_ratio, one=False)
-    recorded = recording.trace
-    sizes = [int(b) for b in parse_axis(batch, "batch", low=1, high=MOST_BATCH, whole=True)]
-    tables = recording.swept(ratios, largest := max(sizes))
-    assumed = [name for name, table in tables.items() if table.said_batch_free(largest)]
-    assumed += ["ratio"] * (largest > 1 and bool(ratios))
     if "verify" in of_c:
         cost = "verify of --c is the cost of a verification, in target passes"
         verify_ratio = number(of_c["verify"], cost)
-    lengths = [int(g) for g in parse_axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
-    contexts = [
-        int(k) for k in parse_axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)
-    ]
-    prices = Prices(
-        ratios, tables, contexts or [None], verify_ratio, gpu_names(inputs.gpu),
-        weight_formats(inputs.weights), inputs.always_draft or 0,
+
+    def whole(text: str | None, name: str, low: int, high: int) -> list[int]:
+        return [int(n) for n in parse_axis(text, name, low=low, high=high, whole=True)]
+
+    axes = Axes(
+        parse_axis(c, "c", low=0.0), parse_axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
+        whole(gamma, "gamma", 0, MOST_LENGTH), whole(batch, "batch", 1, MOST_BATCH),
+        whole(context, "context", 0, MOST_CONTEXT) or [None], gpu_names(inputs.gpu),
+        weight_formats(inputs.weights), verify_ratio, of_alpha.get("tilt", tilt),
+        inputs.always_draft or 0,
     )  # fmt: skip
-    chosen = swept_policies(policy, lengths, recorded, remark)
-    study = Sweep(
-        recorded,
-        chosen,
-        prices,
-        parse_axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
-        sizes,
-        method=of_alpha.get("tilt", tilt), resamples=drawn.resamples, seed=drawn.seed,
-    )  # fmt: skip
+    recording = inputs.load(chooses="sweep", by_ratio=axes.by_ratio, one=False)
+    study = grid_sweep(recording, policy, axes, **vars(drawn), say=remark)
+    prices = study.runner.prices
     title = titled(recording, prices)
-    say_tilt(study)
-    say_scaling(prices)
-    say_calibrate((at.table for at in prices.tables), largest)
     with progress_bar() as bar:
         task = bar.add_task(f"sweeping {study.rows} points", total=len(study.parts))
         frame = study.run(
             options.chosen_executor(jobs, cluster), out=table_at,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
-    fit, large = fitting(frame, prices, recorded)
+    found = answer(study, frame)
+    fit, assumed = found.rows, found.assumed
     rows, ends = overview(fit), thresholds(fit)
     also = None if out == table_at else out
     if also is not None:
         shown = Shown(rows.to_dict("records"), title, [n for n in SHOWN if n in rows])
         write_rows(also, frame.to_dict("records"), "sweep", tables=lambda: [shown])
     if recording.source is not None:
-        rows["drafts"] = recorded.source
+        rows["drafts"] = recording.trace.source
     best = fastest(fit)
     note(f"{title}: {headline(best)}")
     if assumed:
         by = [name for name in ("gpu", "policy") if name in rows]
-        found = {tuple(map(str, key)) for key in fit[fit["latency"].isin(assumed)][by].to_numpy()}
+        own = {tuple(map(str, key)) for key in fit[fit["latency"].isin(assumed)][by].to_numpy()}
         rows["assumed"] = [
-            BATCH_FREE_SAID if tuple(map(str, key)) in found else None
-            for key in rows[by].to_numpy()
+            BATCH_FREE_SAID if tuple(map(str, key)) in own else None for key in rows[by].to_numpy()
         ]
-        note(said_assumed(assumed, prices))
-    for line in large:
+    for line in found.first:
         note(line)
     more = {"break_even": ends.to_dict("records"), "fastest": best.to_dict("records")}
 
@@ -239,10 +216,7 @@ def grid(
             write_thresholds(ends, table_at, study.description)
             said += f" and {len(ends)} to {ends_at}"
         note(said)
-    say_untried(study, fit)
-    for line in said_outside(fit[["policy", "batch", "context", "outside"]].to_dict("records")):
-        note(f"{line}; {MEASURE_MORE}")
-    for line in said_free(free_hosts((at.table for at in prices.tables), chosen.values())):
+    for line in (*(f"{line}; {MEASURE_MORE}" for line in found.outside), *found.notes):
         note(line)
     if plots is not None:
         _draw(fit, plots, recording, prices, assumed)
@@ -262,7 +236,7 @@ def _check_places(out: Path, table: Path, ends: Path | None) -> None:
 
 
 def _draw(
-    rows: pd.DataFrame, plots: Path, recording: Recording, prices: Prices, assumed: list[str]
+    rows: pd.DataFrame, plots: Path, recording: Recording, prices: Prices, assumed: Sequence[str]
 ) -> None:
     """Draw the maps of a sweep into `plots`, each with the pair and device that it is of.
 
@@ -270,6 +244,7 @@ def _draw(
     """
     from simulator.plots.look import save_all_kinds
     from simulator.plots.whatif import NOTHING, figures, tables_of
+    from simulator.whatif.grid import said_assumed
 
     drawn = figures(rows)
     if not drawn:
@@ -287,22 +262,13 @@ def _draw(
     say_drawn(paths)
 
 
-def said_assumed(assumed: list[str], prices: Prices) -> str:
-    """Return what costs nothing at the latencies `assumed`; name them if `prices` has others."""
-    from traces.latency.table import BATCH_FREE_SAID
-
-    said = f"assumed to cost nothing: {BATCH_FREE_SAID}"
-    if len(assumed) == len(prices.latencies) + bool(prices.ratios):
-        return said
-    names = ["cost ratios" if name == "ratio" else name for name in assumed]
-    return f"{said}, at the costs of {' and '.join(names)}"
-
-
 def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
     """Return the recording with its models and device, and the GPUs and weights of `prices`.
 
     ``gpu``: only this one of them.
     """
+    from simulator.whatif.cells import carried_words
+
     own = [at for at in prices.tables if gpu in (None, at.gpu)]
     said = ", ".join([recording.said, *carried_words(own)])
     both = len(prices.ratios) and prices.latencies and gpu is None
@@ -489,38 +455,3 @@ def print_thresholds(rows: pd.DataFrame, path: Path | None) -> None:
     if len(shown) < len(rows):
         where = "" if path is None else f" and in {path.name}"
         note(f"{len(shown)} of {len(rows)} break-even points shown; all with --json{where}")
-
-
-def say_tilt(study: Sweep) -> None:
-    """Note the measured error of tilting to another acceptance."""
-    if study.error is None:
-        return
-    remark("acceptance is reweighted to --alpha, so the rows are approximate")
-    for error, kind in (
-        (study.error.lengths, "that read no signal"),
-        (study.error.signals, "that read signals"),
-    ):
-        if error.comparisons:
-            remark(
-                f"  policies {kind}: the median error of a speedup is {error.median:.1%} (worst "
-                f"{error.worst:.1%}, i.i.d. {error.iid_median:.1%}), from {error.comparisons} "
-                f"comparisons of groups of these prompts; {error.per_logit:.1%} per unit of "
-                "logit(alpha)"
-            )
-        else:
-            remark(f"  policies {kind}: error unknown, because these prompts are too alike")
-
-
-def say_untried(study: Sweep, frame: pd.DataFrame) -> None:
-    """Note the acceptance rates that lie outside the measured range of tilting."""
-    tilted = frame[(frame["source"] == "tilted") & ~frame["tilt_tried"]]
-    if study.error is None or not study.error.lengths.comparisons or tilted.empty:
-        return
-    rates = sorted(set(tilted["alpha_asked"]))
-    asked = ", ".join(f"{r:.3g}" for r in rates if len(rates) < 9) or "see tilt_tried"
-    said = f"{len(rates)} of {frame['alpha_asked'].nunique()} acceptance rates ({asked})"
-    unknown = ", and unknown where no draft or every draft is accepted"
-    note(
-        f"{said} lie outside the measured range of changes: tilt_error is extrapolated there"
-        f"{unknown if tilted['tilt_error'].isna().any() else ''}"
-    )

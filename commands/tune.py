@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from commands.common.configured import MOST_CONTEXT
-from commands.common.drafted import say_calibrate
 from commands.common.options import CarriedInputs, Graphs, batch_sizes
 from commands.common.output import JsonOption, emit, note, placed_as, remark, say_launch
 from commands.common.printed import print_table
@@ -155,7 +154,7 @@ def _tune(
     engine: str, inputs: CarriedInputs, graphs: Graphs, asked: Searched, trial: Trial | None = None
 ) -> None:
     """Search a setting, print and write it; with `trial`, serve with it in its engine."""
-    from simulator.hardware.scaling import bounds_of
+    from simulator.hardware.scaling import bounds_of, said_calibrate
     from simulator.targets import parse_targets
     from simulator.tune import launch
     from simulator.tune.costs import DEFAULT_LENGTHS
@@ -198,7 +197,8 @@ def _tune(
         # Searched again: were the carried latencies off as before, would the setting be another?
         for row, found in zip(rows, searched(other).rows, strict=False):
             row |= {f"setting_{name}": found["setting"], f"gain_{name}": found["gain"]}
-    say_calibrate([table], max(row["batch"] for row in rows) if rows else 1)
+    for line in said_calibrate([table], max((row["batch"] for row in rows), default=1)):
+        remark(line)
     if asked.check:
         _check(recorded, table, tuned, rows, targets, asked.seed)
     if out is not None:

@@ -17,8 +17,8 @@ import pandas as pd
 from policies.lengths.basic import Autoregressive
 from policies.registry import PLAIN, is_bound
 from simulator.arguments import Acceptance, axis, checked, listed, told_acceptance
-from simulator.chosen import Policies, swept_policies
-from simulator.recording import check_carried, load_recording
+from simulator.chosen import Policies
+from simulator.recording import load_recording
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -498,37 +498,28 @@ def sweep(
         For an empty or impossible axis, or as in `predict`.
     """
     from simulator.executors import Local
-    from simulator.unmeasured import free_hosts, said_free, said_outside
     from simulator.whatif.breakeven import fastest
-    from simulator.whatif.cells import Prices, fitting
-    from simulator.whatif.sweep import Sweep
-    from traces.operators.devices import find_device
+    from simulator.whatif.grid import Axes, answer, grid_sweep
 
     notes: list[str] = []
-    ratios, rates = axis("c", c) or (), axis("alpha", alpha) or ()
-    lengths = axis("gamma", gamma, whole=True) or ()
-    sizes = axis("concurrency", concurrency, whole=True) or ()
     contexts = axis("context", context, whole=True, none=True)
-    devices = listed(gpus) or []
-    by_ratio = bool(ratios) and latency is None and not devices
+    axes = Axes(
+        axis("c", c) or (), axis("alpha", alpha) or (), axis("gamma", gamma, whole=True) or (),
+        axis("concurrency", concurrency, whole=True) or (),
+        [None] if contexts is None else contexts, listed(gpus) or (),
+        verify_ratio=verify_ratio, tilt=tilt,
+    )  # fmt: skip
     recording = load_recording(
         trace, latency, source, acceptance=told_acceptance(acceptance), chooses="a sweep",
-        by_ratio=by_ratio, one=not by_ratio, say=notes.append,
+        by_ratio=axes.by_ratio and latency is None, one=False, say=notes.append,
     )  # fmt: skip
-    tables = recording.swept(ratios, max(sizes, default=1))
-    if devices:
-        check_carried(recording.source, recording.recordings)
-    names = tuple(find_device(str(name)).name for name in devices)
-    prices = Prices(ratios, tables, [None] if contexts is None else contexts, verify_ratio, names)
-    chosen = swept_policies(listed(policies), lengths, recording.trace, notes.append)
-    study = Sweep(
-        recording.trace, chosen, prices, rates, sizes, method=tilt, resamples=resamples, seed=seed
+    study = grid_sweep(
+        recording, listed(policies), axes, resamples=resamples, seed=seed, say=notes.append
     )
-    frame = study.run(Local(jobs))
-    fit, large = fitting(frame, prices, recording.trace)
-    notes += [*large, *said_outside(_rows(fit))]
-    notes += said_free(free_hosts((at.table for at in prices.tables), chosen.values()))
-    return Study(frame, fastest(fit), tuple(notes))
+    table = study.run(Local(jobs))
+    found = answer(study, table)
+    notes += [*found.first, *found.outside, *found.notes]
+    return Study(table, fastest(found.rows), tuple(notes))
 
 
 def _is_plain(policies: Policies | None) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import draftsim
@@ -314,6 +315,22 @@ def test_sweep_gives_a_grid() -> None:
     assert titles[:2] == ["fixed:gamma=1", "fixed:gamma=2"]
     with pytest.raises(draftsim.DraftsimError, match="nothing to map"):
         draftsim.sweep("bundled", policies=["fixed:gamma=1"], resamples=0, jobs=1).plot()
+
+
+def test_sweep_gives_the_points_and_remarks_of_the_command(run: Run, tmp_path: Path) -> None:
+    asked = ["--c", "0.05,0.2", "--alpha", "0.5,0.7", "--policy", "fixed:gamma={1..2}"]
+    out = tmp_path / "grid.parquet"
+    told = run("sweep", "--trace", "bundled", *asked, "--resamples", "0", "--out", str(out))
+    assert told.code == 0
+    found = draftsim.sweep(
+        "bundled", policies=["fixed:gamma={1..2}"], c=[0.05, 0.2], alpha=[0.5, 0.7], resamples=0,
+        jobs=1,
+    )  # fmt: skip
+    points = (pd.read_parquet(out), found.table)
+    pd.testing.assert_frame_equal(*(rows.astype(object) for rows in points))
+    assert any("reweighted to alpha" in note for note in found.notes)
+    for note in found.notes:
+        assert note.strip().replace(" alpha,", " --alpha,") in told.said
 
 
 def test_recordings_by_name_and_by_object_agree() -> None:

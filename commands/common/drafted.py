@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
     from simulator.hardware.roofline import WeightFormat
     from simulator.recording import Recording
-    from simulator.whatif.cells import DeviceTable, Prices
     from traces.acceptance.trace import Trace
     from traces.aliases import Say
     from traces.latency.table import LatencyTable
@@ -149,10 +148,11 @@ def carried(
     wanted, forms = gpu_names(gpu), weight_formats(weights)
     if len(wanted) > 1:
         raise DraftsimError(f"--gpu is {gpu!r}, expected one GPU: run the command once for each")
-    from simulator.whatif.cells import Prices
+    from simulator.whatif.cells import Prices, said_scaled
 
     prices = Prices(latencies=tables, gpus=wanted, weights=forms)
-    say_scaling(prices, say)
+    for line in said_scaled(prices):
+        say(line)
     return dict.fromkeys(tables, prices.tables[0].table)
 
 
@@ -185,40 +185,3 @@ def weight_formats(text: str | None) -> dict[str, WeightFormat]:
         return dict.fromkeys(("target", "draft"), find_format(text))
     given = assignments(text, f"--weights {text}", ("target", "draft"), "model")
     return {role: find_format(name) for role, name in given.items()}
-
-
-def say_calibrate(tables: Iterable[LatencyTable], largest: int) -> None:
-    """Note, where carried latencies price batches above one, what does that better."""
-    from simulator.hardware.scaling import CALIBRATE
-
-    if largest > 1 and any(table.meta.get("scaled") for table in tables):
-        remark(CALIBRATE)
-
-
-def carried_words(tables: Iterable[DeviceTable]) -> list[str]:
-    """Return in words what tables were carried over to: other GPUs, and other weights."""
-    notes = [(at.gpu, at.table.meta.get("scaled")) for at in tables]
-    carried = [(gpu, how) for gpu, how in notes if isinstance(how, Mapping)]
-    gpus = dict.fromkeys(gpu for gpu, how in carried if gpu != how["from"])
-    forms = dict.fromkeys(
-        f"{role} in {form}" for _, how in carried for role, form in how["weights"].items()
-    )
-    return [*([f"scaled to {' and '.join(gpus)}"] if gpus else []), *forms]
-
-
-def say_scaling(prices: Prices, say: Say = remark) -> None:
-    """Note what was carried over to another GPU, and the model's known errors."""
-    from simulator.hardware.scaling import interval_words, scaling_error, scaling_words
-
-    scaled = [t for t in prices.tables if t.scaled]
-    for name in dict.fromkeys(t.latency for t in scaled):
-        own = [t for t in scaled if t.latency == name]
-        how = own[0].table.meta["scaled"]
-        if not isinstance(how, Mapping):
-            say(f"{name}: scaled, not measured: {scaling_words(own[0].table)}")
-            continue
-        known = "composed for" if "composed" in own[0].table.meta else "measured on"
-        parts = [f"{known} {how['from']}", *carried_words(own)]
-        say(f"{name}: {', '.join(parts)}: approximate")
-        say(f"  by {scaling_error(how)}")
-        say(f"  {interval_words(own[0].table)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -268,3 +268,8 @@ def bounds_words(latency: LatencyTable) -> str:
     if reach_of(latency) is None:
         return "between whole steps and the sums of operators"
     return "if the extrapolation has its past errors"
+
+
+def said_calibrate(tables: Iterable[LatencyTable], largest: int) -> list[str]:
+    """Return, if extrapolated latencies price batches above one, a line on what does better."""
+    return [CALIBRATE] if largest > 1 and any(t.meta.get("scaled") for t in tables) else []

@@ -10,7 +10,7 @@ prompt and output, at their means over the recording's requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -27,7 +27,14 @@ from policies.lengths.basic import Fixed, Oracle
 from policies.registry import lacks, supplied
 from simulator.bootstrap import intervals, resamples
 from simulator.hardware.roofline import WeightFormat
-from simulator.hardware.scaling import bounds_of, carry_over, home_device
+from simulator.hardware.scaling import (
+    bounds_of,
+    carry_over,
+    home_device,
+    interval_words,
+    scaling_error,
+    scaling_words,
+)
 from simulator.pricing import always_drafted, autoregressive, price
 from simulator.ratios import ratio_costs
 from simulator.serving.cost import TableCost
@@ -387,6 +394,36 @@ class DeviceTable(NamedTuple):
     fit_error: float
     """The same on the passes measured, which it was fitted to."""
     table: LatencyTable
+
+
+def carried_words(tables: Iterable[DeviceTable]) -> list[str]:
+    """Return in words what tables were carried over to: other GPUs, and other weights."""
+    notes = [(at.gpu, at.table.meta.get("scaled")) for at in tables]
+    carried = [(gpu, how) for gpu, how in notes if isinstance(how, Mapping)]
+    gpus = dict.fromkeys(gpu for gpu, how in carried if gpu != how["from"])
+    forms = dict.fromkeys(
+        f"{role} in {form}" for _, how in carried for role, form in how["weights"].items()
+    )
+    return [*([f"scaled to {' and '.join(gpus)}"] if gpus else []), *forms]
+
+
+def said_scaled(prices: Prices) -> list[str]:
+    """Return lines on what was carried over to another GPU, and on the model's known errors."""
+    scaled, said = [t for t in prices.tables if t.scaled], []
+    for name in dict.fromkeys(t.latency for t in scaled):
+        own = [t for t in scaled if t.latency == name]
+        table = own[0].table
+        how = table.meta["scaled"]
+        if not isinstance(how, Mapping):
+            said.append(f"{name}: scaled, not measured: {scaling_words(table)}")
+            continue
+        known = "composed for" if "composed" in table.meta else "measured on"
+        parts = [f"{known} {how['from']}", *carried_words(own)]
+        said += [
+            f"{name}: {', '.join(parts)}: approximate", f"  by {scaling_error(how)}",
+            f"  {interval_words(table)}",
+        ]  # fmt: skip
+    return said
 
 
 def device_name(latency: LatencyTable) -> str:
