@@ -257,7 +257,7 @@ def plan(
 def _priced(inputs: SurfaceInputs, loads: SurfaceLoads, level: float) -> tuple[pd.DataFrame, str]:
     """Return the surface by a latency table, and whose it is."""
     from simulator.aggregate.positions import of_trace
-    from simulator.pricing import missing_hosts
+    from simulator.pricing import missing_parts
     from simulator.recording import load_tables, said_costs
     from simulator.serving.cost import TableCost
     from simulator.tune.breakeven import grid, priced_surface
@@ -306,7 +306,7 @@ def _priced(inputs: SurfaceInputs, loads: SurfaceLoads, level: float) -> tuple[p
             f"{outside:,} of {total:,} passes are outside the measured sizes, priced by a fitted "
             f"roofline: {MEASURE_MORE}"
         )
-    for line in said_free(missing_hosts(table, False)):
+    for line in said_free(missing_parts(table, ())):
         remark(line)
     if said := table.said_batch_free(max(batches)):
         remark(said)

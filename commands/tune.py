@@ -255,13 +255,13 @@ def _tune(
 
 def _unpriced(table: LatencyTable, tuned: Tuned) -> list[str]:
     """Return what cost nothing in the search because `table` lacks its cells."""
-    from simulator.pricing import missing_hosts
+    from simulator.pricing import extras_of, missing_parts
     from simulator.serving.cost import EngineCost
 
-    reads = bool(tuned.policy.reads)
+    extras = extras_of(tuned.policy.reads)
     if any(row["served_tok_s"] is not None for row in tuned.rows):
-        return EngineCost(table, reads).unpriced
-    return missing_hosts(table, reads)
+        return EngineCost(table, extras).unpriced
+    return missing_parts(table, extras)
 
 
 def _captured(engine: str, tuned: Tuned, table: LatencyTable) -> list[int]:

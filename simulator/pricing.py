@@ -12,7 +12,8 @@ model costs
 * the signals of each drafted token, if the policy reads any,
 * one target pass over ``drafted + 1`` tokens,
 * host time per round and per drafted token, and removing rejected tokens from the caches,
-* under a lossy rule, judging the drafted tokens, which is part of the host time.
+* what only some runs do (`extras_of`), which is part of the host time: judging the drafted tokens
+  under a lossy rule.
 
 A step without speculation is the same sum with ``drafted = 0``, so both sides of a speedup are
 priced alike.  If the engine always drafts (`traces.replay.calls`), rounds without drafts pay its
@@ -25,7 +26,7 @@ of a full batch are priced as rounds whose sizes are means (`simulator.whatif.ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -85,8 +86,8 @@ class Priced:
     host_s: Floats
     decode_passes: PassCount
     """Passes that the rounds took."""
-    left_out: tuple[str, ...] = ()
-    """Parts that ran and for which a measured table has no cells: the seconds lack them."""
+    extras: frozenset[str] = frozenset()
+    """Phases that only some runs have (`extras_of`), as these rounds do."""
 
     def __repr__(self) -> str:
         return f"<Priced {self.log.policy}: {self.total_s:.4g} s after prefill, {self.log!r}>"
@@ -154,10 +155,10 @@ class Priced:
     def unpriced(self, latency: LatencyTable, prefill: bool = False) -> list[str]:
         """Return what ran at no cost because `latency` lacks its cells, as served rows name it."""
         models = _readers(self.log, self.log.drafter)
-        missing = missing_hosts(latency, bool(self.log.reads))
+        missing = missing_parts(latency, self.extras)
         if prefill:
             missing += [f"{m} prefill" for m in models if not latency.has(m, "prefill")]
-        return [*missing, *self.left_out]
+        return missing
 
 
 def autoregressive(log: RoundLog) -> RoundLog:
@@ -172,7 +173,7 @@ def autoregressive(log: RoundLog) -> RoundLog:
     rounds["catch_up"] = step + 1
     return RoundLog(
         rounds, log.requests, "autoregressive", source="none", verify=log.verify,
-        fidelity="exact", first=log.first,
+        fidelity="exact", first=log.first, sampling=log.sampling,
     )  # fmt: skip
 
 
@@ -188,9 +189,8 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     log:
         Rounds of plain decoding, of a draft model, or of another source with its calls.
     latency:
-        Target and draft latencies.  Host phases it lacks cost nothing; without prefill
-        cells prefill costs nothing either, and a first pass counts as any other.  Judging
-        under a lossy rule that a measured table lacks is named in `Priced.left_out`.
+        Target and draft latencies.  Host phases it lacks cost nothing (`Priced.unpriced`); without
+        prefill cells prefill costs nothing either, and a first pass counts as any other.
     batch:
         Identical sequences decoded in step; the seconds are those of the shared passes.
 
@@ -214,19 +214,18 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     drafted, forwards, accepted = (
         rounds[name].astype(np.int64) for name in ("drafted", "draft_forwards", "accepted")
     )
-    judging = None if log.mismatched is None else judging_phase(log)
+    extras = extras_of(log.reads, None if log.mismatched is None else judging_phase(log))
     calls = [c._replace(model=drafter) if c.model == OWN else c for c in log.calls]
     parts, passes = priced(
         Ran(
             log, drafter, calls, forwards, drafted, np.maximum(log.context - 1, 0),
             # The last drafted token was never fed to the draft model: its cache holds one fewer.
             accepted < drafted, (accepted < forwards - 1) & (log.recorded_calls is None),
-            np.flatnonzero(rounds["position"] == 0), judging,
+            np.flatnonzero(rounds["position"] == 0), extras,
         ),
         latency, batch,
     )  # fmt: skip
-    unjudged = judging is not None and missing_judging(latency, judging)
-    return Priced(log, latency, batch, *parts, passes, ("judging",) if unjudged else ())
+    return Priced(log, latency, batch, *parts, passes, extras)
 
 
 class Ran(NamedTuple):
@@ -253,8 +252,8 @@ class Ran(NamedTuple):
     """True if tokens that the drafter has read leave a cache of its own."""
     begins: Ints = np.zeros(0, np.int64)
     """The rounds that read the prompt, at output position 0."""
-    judging: str | None = None
-    """Phase of a lossy rule's verdicts."""
+    extras: frozenset[str] = frozenset()
+    """Phases that only some runs have (`extras_of`)."""
 
     @property
     def by_passes(self) -> bool:
@@ -342,7 +341,7 @@ def host_phases(ran: Ran, latency: LatencyTable) -> Ran:
     """Add what a round is charged by itself, whatever its passes (`LatencyKind.per`)."""
     calls = list(ran.calls)
     for phase, of in PHASES.items():
-        if of.per in PER and (of.per != "verdict" or phase == ran.judging):
+        if of.per in PER and charged(phase, ran.extras):
             for model, times in PER[of.per](ran).items():
                 if latency.has(model, phase):
                     own = np.flatnonzero(times)
@@ -361,7 +360,7 @@ HOSTS = ("target", "draft")
 PER: dict[str, Callable[[Ran], dict[str, Ints | Bools]]] = {
     "round": lambda ran: dict.fromkeys(HOSTS, np.ones_like(ran.forwards)),
     "drafted": lambda ran: dict.fromkeys(HOSTS, ran.forwards),
-    "read": lambda ran: dict.fromkeys(HOSTS, ran.forwards * bool(ran.log.reads)),
+    "read": lambda ran: dict.fromkeys(HOSTS, ran.forwards),
     "verdict": lambda ran: {"target": np.ones_like(ran.forwards)},
     "rollback": lambda ran: {"target": ran.rejected, ran.drafter: ran.unread},
 }
@@ -496,6 +495,24 @@ def _readers(log: RoundLog, drafter: str) -> tuple[str, ...]:
     return ("target", drafter) if own else ("target",)
 
 
+def extras_of(reads: Collection[str], judging: str | None = None) -> frozenset[str]:
+    """Return the phases of a run that not all runs have (`LatencyKind.extra`).
+
+    Parameters
+    ----------
+    reads:
+        Draft signals that the policy reads.
+    judging:
+        Phase of a lossy rule's verdicts (`rule_phase`); None: verification is lossless.
+    """
+    return frozenset([*(["signal"] if reads else []), *([judging] if judging else [])])
+
+
+def charged(phase: str, extras: Collection[str]) -> bool:
+    """Return True if a run with these `extras` is charged for a phase."""
+    return not PHASES[phase].extra or phase in extras
+
+
 def judging_phase(log: RoundLog) -> str:
     """Return the phase that the verdicts of a lossy run cost (`rule_phase`), by the rule's name
     where the rule itself was not kept.
@@ -512,9 +529,17 @@ def rule_phase(rule: VerifyRule | type[VerifyRule] | None) -> str:
     return "judge_signals" if reads - {"token_id"} else "judge"
 
 
-def missing_judging(latency: LatencyTable, phase: str) -> bool:
-    """Return True if a measured table has no cells of the verdicts of this phase."""
-    return not latency.has("target", phase) and not latency.is_constant
+def missing_parts(latency: LatencyTable, extras: Collection[str]) -> list[str]:
+    """Return the host's parts that a run at `latency` would have and the table has not.
+
+    A textbook table that names no verdicts takes them to be free.
+    """
+    phases = {"host_round": "host_round"} | {
+        phase: of.extra for phase, of in PHASES.items()
+        if phase in extras and not (latency.is_constant and of.per == "verdict")
+    }  # fmt: skip
+    found = (n for phase, n in phases.items() if not any(latency.has(m, phase) for m in HOSTS))
+    return list(dict.fromkeys(found))
 
 
 def judging_seconds(latency: LatencyTable, phase: str, batch: int, longest: int) -> Floats:
@@ -528,12 +553,6 @@ def judging_seconds(latency: LatencyTable, phase: str, batch: int, longest: int)
     cells = latency.cells[latency.cells["phase"] == phase]
     nearest = int(np.clip(batch, cells["batch"].min(), cells["batch"].max()))
     return latency.seconds("target", phase, batch=nearest, new_tokens=lengths)
-
-
-def missing_hosts(latency: LatencyTable, reads: bool) -> list[str]:
-    """Return the host phases that a run at `latency` would have and the table has not."""
-    phases = ["host_round", *(["signal"] if reads else [])]
-    return [phase for phase in phases if not any(latency.has(model, phase) for model in HOSTS)]
 
 
 def scalar_seconds(latency: LatencyTable, model: str, phase: str, batch: int) -> float:
@@ -578,17 +597,19 @@ class Host(NamedTuple):
     """The server's own time around a request that ends with as many running, itself included."""
 
 
-def host_at(latency: LatencyTable, reads: bool, batch: int) -> Host:
+def host_at(latency: LatencyTable, extras: Collection[str], batch: int) -> Host:
     """Return the host's seconds at `batch`; phases that the table lacks cost nothing.
 
-    ``reads`` says whether the policy reads draft signals.
+    ``extras`` are the phases of the run that not all runs have (`extras_of`).
     """
 
-    def charged(per: str, *models: str) -> float:
-        kinds = [phase for phase, of in PHASES.items() if of.per == per]
+    def total(pers: Collection[str], *models: str) -> float:
+        kinds = [n for n, of in PHASES.items() if of.per in pers and charged(n, extras)]
         return sum(scalar_seconds(latency, m, phase, batch) for phase in kinds for m in models)
 
-    draft_s = charged("drafted", *HOSTS) + (charged("read", *HOSTS) if reads else 0.0)
     rollbacks = (scalar_seconds(latency, model, "rollback", batch) for model in HOSTS)
-    around = [charged(per, SERVER) for per in ("step", "request")]
-    return Host(charged("round", *HOSTS) + around[0], draft_s, *rollbacks, *around)
+    around = [total([per], SERVER) for per in ("step", "request")]
+    return Host(
+        total(["round"], *HOSTS) + around[0], total(["drafted", "read"], *HOSTS), *rollbacks,
+        *around,
+    )  # fmt: skip

@@ -148,7 +148,7 @@ def _row(
     row |= {key: float(np.mean([own[key] for own in each])) for key in each[0]}
     recorder = bare.recorder
     running = scenario.arrivals.concurrency or round(recorder.batch.integral / recorder.busy_s)
-    around = host_at(table, False, running)
+    around = host_at(table, (), running)
     return row | {
         "request_s_predicted": around.request_s,
         "iteration_s_predicted": around.iteration_s,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from policies.batch.base import Policy
-from simulator.pricing import missing_hosts
+from simulator.pricing import extras_of, missing_parts
 from traces.latency.table import LatencyTable
 
 ERRS = {
@@ -19,8 +19,8 @@ ERRS = {
 
 def free_hosts(tables: Iterable[LatencyTable], policies: Iterable[Policy]) -> set[str]:
     """Return the host phases of runs of `policies` that at least one of `tables` lacks."""
-    reads = {bool(policy.reads) for policy in policies}
-    return {phase for table in tables for own in reads for phase in missing_hosts(table, own)}
+    extras = {extras_of(policy.reads) for policy in policies}
+    return {part for table in tables for own in extras for part in missing_parts(table, own)}
 
 
 def said_free(unpriced: Iterable[str]) -> list[str]:

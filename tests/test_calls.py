@@ -188,7 +188,7 @@ def test_another_kind_of_latency_is_a_line_in_the_table(
     added_s = price(log, more).round_s - price(log, without).round_s
     wanted = times if isinstance(times, int) else log.rounds[times]
     np.testing.assert_allclose(added_s, 0.5 * np.broadcast_to(wanted, len(log)), atol=1e-12)
-    hosts = [EngineCost(latency, reads=True).host(1) for latency in (more, without)]
+    hosts = [EngineCost(latency, {"signal"}).host(1) for latency in (more, without)]
     round_s, draft_s, *_, step_s, _ = np.subtract(*hosts)
     assert (round_s, draft_s) == ((0.5, 0) if per in ("round", "step") else (0, 0.5))
     assert step_s == (0.5 if per == "step" else 0)
@@ -202,7 +202,7 @@ def test_the_host_is_read_from_its_own_cells_alone(monkeypatch: pytest.MonkeyPat
         return 0.0
 
     monkeypatch.setattr("simulator.pricing.scalar_seconds", noted)
-    host_at(costing(target_forward=1.0), True, 1)
+    host_at(costing(target_forward=1.0), {"signal"}, 1)
     assert {PHASES[phase].per for phase in asked} == {
         "drafted", "read", "round", "step", "request", "rollback",
     }  # fmt: skip

@@ -56,7 +56,7 @@ def test_a_lossy_round_pays_its_verdict_by_drafted_length(
     expected = base + slope * log.rounds["drafted"]
     np.testing.assert_allclose(priced.round_s - lossless.round_s, expected, rtol=1e-9)
     np.testing.assert_allclose(priced.host_s - lossless.host_s, expected, rtol=1e-9)
-    assert priced.left_out == lossless.left_out == ()
+    assert priced.unpriced(latency) == lossless.unpriced(latency) == []
     # Plain decoding of the same requests judges nothing.
     plain = price(autoregressive(log), latency)
     assert plain.total_s == price(autoregressive(random_log(3)), latency).total_s
@@ -99,13 +99,14 @@ def test_judging_is_priced_in_batches_and_named_where_it_is_not() -> None:
 
 def test_a_table_without_the_cells_says_that_judging_is_left_out() -> None:
     log, old = judged(1, "typical"), table(CELLS | HOST)
-    assert price(log, old).left_out == ("judging",)
+    assert price(log, old).unpriced(old) == ["judging"]
     np.testing.assert_array_equal(price(log, old).round_s, price(random_log(1), old).round_s)
-    assert price(random_log(1), old).left_out == ()
+    assert price(random_log(1), old).unpriced(old) == []
     # An assumed table leaves out nothing: it says what everything costs.
-    assert price(log, LatencyTable.constant(0.01, 0.001)).left_out == ()
+    assumed = LatencyTable.constant(0.01, 0.001)
+    assert price(log, assumed).unpriced(assumed) == ["host_round"]
     dearer = LatencyTable.constant(0.01, 0.001, judge=0.5)
-    extra = price(log, dearer).total_s - price(log, LatencyTable.constant(0.01, 0.001)).total_s
+    extra = price(log, dearer).total_s - price(log, assumed).total_s
     assert extra == pytest.approx(0.5 * len(log))
 
 
@@ -150,7 +151,7 @@ def test_measuring_gives_a_cell_per_family_and_length(tmp_path: Path) -> None:
     }
     assert (seen["median_s"] >= 0).all()
     latency = LatencyTable(pd.concat([table(CELLS).cells, seen], ignore_index=True))
-    assert price(judged(2, "bild"), latency).left_out == ()
+    assert "judging" not in price(judged(2, "bild"), latency).unpriced(latency)
     path = tmp_path / "latency.parquet"
     write_latency(latency, path)
     assert read_latency(path).has("target", "judge_signals")

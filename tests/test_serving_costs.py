@@ -110,6 +110,6 @@ def test_drafts_that_are_not_verified_are_paid() -> None:
 
 def test_what_has_no_cells_is_named() -> None:
     assert EngineCost(GRID).unpriced == []
-    assert EngineCost(GRID, reads=True).unpriced == ["signal"]
+    assert EngineCost(GRID, {"signal"}).unpriced == ["signal"]
     assert EngineCost(CONSTANT).unpriced == ["target prefill", "draft prefill", "host_round"]
     assert EngineCost(CONSTANT, speculates=False).unpriced == ["target prefill", "host_round"]

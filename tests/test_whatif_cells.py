@@ -16,7 +16,7 @@ from policies.core import Load, Round
 from policies.registry import PLAIN, supplied
 from simulator.chosen import load_policies
 from simulator.executors import Local
-from simulator.pricing import always_drafted, autoregressive, price
+from simulator.pricing import always_drafted, autoregressive, extras_of, price
 from simulator.serving.cost import EngineCost, TableCost
 from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.batching import InBatches, _dealt, in_steps, step_costs
@@ -164,7 +164,7 @@ def test_steps_and_rounds_cost_what_iterations_of_serving_do(
     table = TABLES[name]
     speculates = not isinstance(policy, Autoregressive)
     drafted = replay(recorded(), policy, name=type(policy).__name__ if speculates else PLAIN)
-    cost = EngineCost(table, reads=bool(drafted.reads), speculates=speculates)
+    cost = EngineCost(table, extras_of(drafted.reads), speculates)
     log, context = drafted, drafted.context
     rows = [Round(*row) for row in drafted.rounds[list(Round._fields)].tolist()]
 

@@ -13,7 +13,7 @@ from simulator.pricing import Priced, autoregressive, price
 from simulator.published import TABLES, PaperTable
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import LatencyTable
+from traces.latency.table import PHASES, LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
 from traces.sources.methods import Method, build
@@ -100,8 +100,10 @@ class Ours:
         Raises DraftsimError if a part of a round was not timed.
         """
         priced, how = price(log, self.latency), how or f"replayed: {log.fidelity}"
-        if priced.left_out:
-            how += "; judging time not included: these latencies were measured without it"
+        extras = {PHASES[phase].extra for phase in priced.extras} - {"signal"}
+        if lacks := extras.intersection(priced.unpriced(self.latency)):
+            parts = " and ".join(sorted(lacks))
+            how += f"; {parts} time not included: these latencies were measured without it"
         return MethodOutcome(priced, self.plain(log).total_s, how, quality)
 
 

@@ -13,7 +13,7 @@ context per pass.  `PassReader` keeps the lines of the grid that it read
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from math import inf
 from typing import Literal, NamedTuple
@@ -21,11 +21,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from policies.core import Round
-from simulator.pricing import Host, host_at, judging_seconds, missing_hosts, missing_judging
+from simulator.pricing import Host, host_at, judging_seconds, missing_parts
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 from traces.latency.interpolate import EXTRAPOLATED, Line
-from traces.latency.table import LatencyTable
+from traces.latency.table import PHASES, LatencyTable
 from traces.replay.calls import passes_always
 
 MODELS = ("target", "draft")
@@ -252,18 +252,16 @@ class EngineCost:
     latency:
         Measured or assumed cells.  Host phases it lacks cost nothing; without prefill
         cells, prompts cost nothing either, as in clock-free pricing (`unpriced` says so).
-    reads:
-        True if the policy reads draft signals, whose computation is then charged per
-        draft step.
+    extras:
+        Phases of the run that not all runs have (`simulator.pricing.extras_of`).
     speculates:
         True if the draft model runs at all; its prompts are charged if so.
     passes:
         ``ragged``: sizes at their means, as with kernels for sequences of any length;
         ``padded``: every decode pass is the rectangle of its widest sequence and longest
         context, as `profiler.decoding.batch` runs it.
-    judging, longest:
-        Phase of a lossy rule's verdicts (`simulator.pricing.rule_phase`) and the longest draft:
-        every iteration costs the verdicts on its mean draft.  None: no rule judges.
+    longest:
+        The longest draft.  Every iteration costs the verdicts of ``extras`` on its mean draft.
 
     Attributes
     ----------
@@ -299,14 +297,13 @@ class EngineCost:
     def __init__(
         self,
         latency: LatencyTable,
-        reads: bool = False,
+        extras: Collection[str] = (),
         speculates: bool = True,
         passes: Literal["ragged", "padded"] = "ragged",
-        judging: str | None = None,
         longest: int = 0,
     ) -> None:
         self.latency = latency
-        self.reads = reads
+        self.extras = frozenset(extras)
         self.speculates = speculates
         self.always = passes_always(latency) if speculates else 0
         if passes not in ("ragged", "padded"):
@@ -328,7 +325,8 @@ class EngineCost:
         self._longest = {m: latency.grid(m, "prefill").widest_together for m in self._prefill}
         self._settled: dict[int, list[float]] = {}
         self._hosts: dict[int, Host] = {}
-        self.judging, self.longest = judging, longest
+        self.verdicts = [phase for phase in self.extras if PHASES[phase].per == "verdict"]
+        self.longest = longest if self.verdicts else 0
         self._judged: dict[int, list[float]] = {}
 
     def __call__(
@@ -388,7 +386,7 @@ class EngineCost:
         """Return the host's seconds at `batch`."""
         found = self._hosts.get(batch)
         if found is None:
-            found = self._hosts[batch] = host_at(self.latency, self.reads, batch)
+            found = self._hosts[batch] = host_at(self.latency, self.extras, batch)
         return found
 
     @property
@@ -396,8 +394,7 @@ class EngineCost:
         """Return what happened at no cost because the table lacks its cells."""
         models = MODELS if self.speculates else MODELS[:1]
         prompts = [f"{m} prefill" for m in models if m not in self._prefill]
-        untold = self.judging is not None and missing_judging(self.latency, self.judging)
-        return prompts + missing_hosts(self.latency, self.reads) + ["judging"] * untold
+        return prompts + missing_parts(self.latency, self.extras)
 
     def _prompt_seconds(
         self, model: str, forward: PassReader | None, chunks: Sequence[Chunk]
@@ -509,7 +506,7 @@ class EngineCost:
             host_s += draft_rollback_s
         if longest and not self._idle(work):
             host_s += longest * draft_s
-        if self.judging is not None:
+        if self.verdicts:
             host_s += self._judging_seconds(batch, drafted / batch)
         return host_s
 
@@ -517,9 +514,9 @@ class EngineCost:
         """Return seconds of the verdicts on 0, 1, ... drafted tokens of each sequence."""
         seconds = self._judged.get(batch)
         if seconds is None:
-            found = np.zeros(1)
-            if self.judging is not None:
-                found = judging_seconds(self.latency, self.judging, batch, self.longest)
+            found = np.zeros(self.longest + 1)
+            for phase in self.verdicts:
+                found += judging_seconds(self.latency, phase, batch, self.longest)
             seconds = self._judged[batch] = found.tolist()
         return seconds
 
@@ -569,7 +566,7 @@ class TableCost:
         self, latency: LatencyTable, signals: bool = False, speculates: bool = True
     ) -> None:
         self.latency, self.signals, self.speculates = latency, signals, speculates
-        self._cost = EngineCost(latency, reads=signals, speculates=speculates)
+        self._cost = EngineCost(latency, {"signal"} if signals else (), speculates)
 
     @property
     def coverage(self) -> list[Coverage]:

@@ -49,6 +49,8 @@ class LatencyKind(NamedTuple):
     instead, with an empty model for the same; None: nothing."""
     given: bool = False
     """True if constant latencies may name it (``const:...,host_round=0.0003``)."""
+    extra: str = ""
+    """The name of what it times if only some runs do that (`simulator.pricing.extras_of`)."""
 
 
 _PASSES, _HOST = "profiler/latency/passes.py", "profiler/latency/host.py"
@@ -100,7 +102,7 @@ PHASES: dict[str, LatencyKind] = {
     ),
     "signal": LatencyKind(
         "computing one drafted token's signals and bringing them to the host", _PASSES, "read",
-        given=True,
+        given=True, extra="signal",
     ),
     "host_round": LatencyKind(
         "per round: everything around the passes (accepting, bookkeeping, policy)", _HOST, "round",
@@ -111,10 +113,11 @@ PHASES: dict[str, LatencyKind] = {
     ),
     "judge": LatencyKind(
         "extra time of a lossy rule's verdict over a lossless one's (new_tokens = drafted)", _HOST,
-        "verdict", given=True,
+        "verdict", given=True, extra="judging",
     ),
     "judge_signals": LatencyKind(
-        "the same for a rule that also reads the draft's signals", _HOST, "verdict", given=True
+        "the same for a rule that also reads the draft's signals", _HOST, "verdict", given=True,
+        extra="judging",
     ),
     "rollback": LatencyKind(
         "taking rejected tokens out of the cache", per="rollback", given=True

@@ -14,6 +14,7 @@ import pandas as pd
 from policies.core import Round
 from policies.registry import PLAIN
 from policies.rules.base import VerifyRule
+from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Request
 from traces.replay.calls import Calls, passes_of, unpacked, verification
 
@@ -45,8 +46,8 @@ class RoundLog:
 
     ``recorded_calls`` is the work of sources other than a draft model, which is not a pass per
     drafted token: rows of `traces.replay.calls.CALL_DTYPE`; None if it is, as for a draft model.
-    ``drafter`` is the model of the latency table that these passes are of; ``takes_verified`` as in
-    `traces.acceptance.trace.Trace`.
+    ``drafter`` is the model of the latency table that these passes are of; ``takes_verified`` and
+    ``sampling`` as in `traces.acceptance.trace.Trace`.
     """
 
     rounds: npt.NDArray[Any]
@@ -62,6 +63,7 @@ class RoundLog:
     recorded_calls: npt.NDArray[np.void] | None = None
     drafter: str = "draft"
     takes_verified: bool = False
+    sampling: Sampling = GREEDY
 
     def __len__(self) -> int:
         return len(self.rounds)

@@ -105,7 +105,7 @@ def recorded_log(
         rounds, trace.requests, name, source=source_under(policy, trace.source),
         drafter=trace.drafter, verify="rejection-sampling" if trace.temperature > 0 else "exact",
         fidelity=fidelity_of(trace), reads=policy.reads, first=first,
-        takes_verified=trace.takes_verified,
+        takes_verified=trace.takes_verified, sampling=trace.sampling,
     )  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def replay_source(
         source=source_under(policy, source.label(recordings)), verify=lossless,
         fidelity=text_fidelity(trace) if source.fidelity == "exact" else source.fidelity,
         reads=policy.reads, first=first, recorded_calls=None if by_passes else calls,
-        drafter=source.drafter(recordings), takes_verified=by_passes,
+        drafter=source.drafter(recordings), takes_verified=by_passes, sampling=trace.sampling,
     )  # fmt: skip
 
 

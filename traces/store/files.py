@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from policies.rules.registry import RULES
+from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import COLUMNS, KEYS, MOST_DRAFTED, MOST_TOKENS, Request, Trace
 from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.rounds import ROUND_DTYPE, Fidelity, RoundLog
@@ -145,7 +146,7 @@ def write_rounds(log: RoundLog, path: PathLike) -> None:
         columns["mismatched"] = np.asarray(log.mismatched, np.int32)
     if log.recorded_calls is not None:
         columns |= _call_lists(log.recorded_calls, len(log))
-    header = {name: getattr(log, name) for name in _LOG_FIELDS}
+    header = {name: getattr(log, name) for name in _LOG_FIELDS} | {"sampling": log.sampling.meta}
     header["requests"] = [asdict(r) for r in log.requests]
     write_file(path, "rounds", pa.table(columns), header)
 
@@ -177,7 +178,12 @@ def read_rounds(path: PathLike) -> RoundLog:
     _check_rounds(path, rounds, requests, columns.get("mismatched"))
     told = {name: header[name] for name in _LOG_FIELDS} | {"reads": tuple(header["reads"])}
     mismatched, calls = columns.get("mismatched"), _calls(path, table)
-    return RoundLog(rounds, requests, mismatched=mismatched, recorded_calls=calls, **told)
+    older = {"temperature": float(told["verify"] == "rejection-sampling")}
+    with named(path):
+        sampling = Sampling.of(header.get("sampling", older))
+    return RoundLog(
+        rounds, requests, mismatched=mismatched, recorded_calls=calls, sampling=sampling, **told
+    )
 
 
 def _check_rounds(

@@ -203,8 +203,7 @@ def zeros(of: Any, *shape: int) -> Records:
 def prices_of(cost: EngineCost, most: int) -> LoopPrices:
     """Return the prices of an engine of up to `most` requests, made once per table."""
     known = _prices.setdefault(cost.latency, {})
-    # Without a rule, no length of drafts needs prices of its own.
-    key = cost.reads, cost.speculates, cost.judging, cost.longest if cost.judging else 0
+    key = cost.extras, cost.speculates, cost.longest
     found = known.get(key)
     if found is None or len(found.hosts) <= most:
         # Sizes double, so that a study of ever larger batches does not begin again each time.
@@ -212,7 +211,7 @@ def prices_of(cost: EngineCost, most: int) -> LoopPrices:
     return found
 
 
-_prices: WeakKeyDictionary[LatencyTable, dict[tuple[bool, bool, str | None, int], LoopPrices]] = (
+_prices: WeakKeyDictionary[LatencyTable, dict[tuple[frozenset[str], bool, int], LoopPrices]] = (
     WeakKeyDictionary()
 )
 

@@ -17,7 +17,7 @@ from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.rules.base import VerifyRule
 from policies.vectorised import plan_of
-from simulator.pricing import rule_phase, scalar_seconds
+from simulator.pricing import extras_of, rule_phase, scalar_seconds
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
 from simulator.serving.cost import COMPOSED, ORIGINS, PLACES, Coverage, EngineCost, covered
@@ -131,11 +131,10 @@ class Serving:
         """Return the prices of an engine."""
         scenario = self.scenario
         speculates = self.lookahead > 0 or scenario.drafter_loaded
-        reads = bool(self.policy.reads)
         # An engine without drafts has none to judge.
         judges = self.lossy is not None and self.lookahead > 0
-        judging = rule_phase(self.lossy) if judges else None
-        return EngineCost(self.latency, reads, speculates, scenario.passes, judging, self.lookahead)
+        extras = extras_of(self.policy.reads, rule_phase(self.lossy) if judges else None)
+        return EngineCost(self.latency, extras, speculates, scenario.passes, self.lookahead)
 
     def scheduler(self) -> Scheduler:
         """Return the scheduler of an engine."""

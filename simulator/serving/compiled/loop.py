@@ -204,11 +204,10 @@ def decoding_s(
     if unread:
         seconds += host.draft_rollback_s
     last, drafts = prices.judged.shape[1] - 1, drafted / size
-    if last:
-        low = min(int(drafts), last)
-        verdicts_s = prices.judged[batch, low]
-        rise_s = prices.judged[batch, min(low + 1, last)] - verdicts_s
-        seconds += verdicts_s + (drafts - low) * rise_s
+    low = min(int(drafts), last)
+    verdicts_s = prices.judged[batch, low]
+    rise_s = prices.judged[batch, min(low + 1, last)] - verdicts_s
+    seconds += verdicts_s + (drafts - low) * rise_s
     width, cached = drafts + 1.0, context / size - 1.0
     along = prices.readers[ALONG].read
     if along != NOWHERE and not drafted and longest < 2:
