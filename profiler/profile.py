@@ -20,8 +20,8 @@ from profiler.latency.host import (
     GPU_GAMMAS,
     host_beyond,
     measure_batch_host,
+    measure_choosing,
     measure_host,
-    measure_rules,
 )
 from profiler.latency.passes import fitting_grid, measure_layers, pass_blocks
 from profiler.latency.table import Grid, Sweeps
@@ -97,14 +97,15 @@ class LatencyProfile:
     def table(self, passes_alone: bool = False) -> LatencyTable:
         """Return the passes swept so far; the host's work is measured here and now.
 
-        So are single layers and what lossy rules take, unless `passes_alone`: lossless rounds of
-        the draft model need neither, and both take minutes with large models on a CPU.
+        So are single layers, and what lossy rules and draws take, unless `passes_alone`: lossless
+        greedy rounds of the draft model need neither, and both take minutes with large models on a
+        CPU.
         """
         cells = self.sweeps.cells()
         parts = [cells, *self._host(cells)]
         if not passes_alone:
             longest, repeats = self._grid.longest, min(25, self._grid.repeats)
-            parts.append(measure_rules(*self._runners, longest=longest, repeats=repeats))
+            parts.append(measure_choosing(*self._runners, longest=longest, repeats=repeats))
             parts += self._layers()
         meta = {
             "kind": "measured", "mode": "eager", "estimator": "mean", **self._pair.meta,

@@ -13,7 +13,7 @@ model costs
 * one target pass over ``drafted + 1`` tokens,
 * host time per round and per drafted token, and removing rejected tokens from the caches,
 * what only some runs do (`extras_of`), which is part of the host time: judging the drafted tokens
-  under a lossy rule.
+  under a lossy rule, drawing and rejecting them if the output is sampled.
 
 A step without speculation is the same sum with ``drafted = 0``, so both sides of a speedup are
 priced alike.  If the engine always drafts (`traces.replay.calls`), rounds without drafts pay its
@@ -26,6 +26,7 @@ of a full batch are priced as rounds whose sizes are means (`simulator.whatif.ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,6 +39,7 @@ import numpy.typing as npt
 from policies.arrays import Bools, Floats, Ints
 from policies.rules.base import VerifyRule
 from policies.rules.registry import RULES
+from traces.acceptance.sampling import GREEDY, Sampling
 from traces.errors import DraftsimError
 from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED
 from traces.latency.table import PHASES, SERVER, Estimate, LatencyTable
@@ -214,7 +216,8 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     drafted, forwards, accepted = (
         rounds[name].astype(np.int64) for name in ("drafted", "draft_forwards", "accepted")
     )
-    extras = extras_of(log.reads, None if log.mismatched is None else judging_phase(log))
+    judging = None if log.mismatched is None else judging_phase(log)
+    extras = extras_of(log.reads, judging, log.sampling)
     calls = [c._replace(model=drafter) if c.model == OWN else c for c in log.calls]
     parts, passes = priced(
         Ran(
@@ -388,7 +391,8 @@ def seconds(calls: Calls, latency: LatencyTable, batch: int) -> tuple[Floats, Pa
         return latency.settling_s(model, batch, calls.new_tokens), NO_PASSES
     if per == "verdict":
         drafted = np.asarray(calls.new_tokens)
-        return judging_seconds(latency, phase, batch, int(drafted.max()))[drafted], NO_PASSES
+        known = judging_seconds(latency, phase, batch, math.ceil(drafted.max()))
+        return np.interp(drafted, np.arange(len(known)), known), NO_PASSES
     count = np.broadcast_to(calls.times, of.shape)
     if per:
         return count * scalar_seconds(latency, model, phase, batch), NO_PASSES
@@ -495,7 +499,9 @@ def _readers(log: RoundLog, drafter: str) -> tuple[str, ...]:
     return ("target", drafter) if own else ("target",)
 
 
-def extras_of(reads: Collection[str], judging: str | None = None) -> frozenset[str]:
+def extras_of(
+    reads: Collection[str], judging: str | None = None, sampling: Sampling = GREEDY
+) -> frozenset[str]:
     """Return the phases of a run that not all runs have (`LatencyKind.extra`).
 
     Parameters
@@ -504,8 +510,11 @@ def extras_of(reads: Collection[str], judging: str | None = None) -> frozenset[s
         Draft signals that the policy reads.
     judging:
         Phase of a lossy rule's verdicts (`rule_phase`); None: verification is lossless.
+    sampling:
+        How the output is drawn.
     """
-    return frozenset([*(["signal"] if reads else []), *([judging] if judging else [])])
+    drawn = [] if sampling.greedy else ["draw", "toss"]
+    return frozenset([*(["signal"] if reads else []), *([judging] if judging else []), *drawn])
 
 
 def charged(phase: str, extras: Collection[str]) -> bool:
@@ -532,19 +541,20 @@ def rule_phase(rule: VerifyRule | type[VerifyRule] | None) -> str:
 def missing_parts(latency: LatencyTable, extras: Collection[str]) -> list[str]:
     """Return the host's parts that a run at `latency` would have and the table has not.
 
-    A textbook table that names no verdicts takes them to be free.
+    A textbook table that names no verdicts or draws takes them to be free.
     """
     phases = {"host_round": "host_round"} | {
         phase: of.extra for phase, of in PHASES.items()
-        if phase in extras and not (latency.is_constant and of.per == "verdict")
+        if phase in extras and (of.per == "read" or not latency.is_constant)
     }  # fmt: skip
     found = (n for phase, n in phases.items() if not any(latency.has(m, phase) for m in HOSTS))
     return list(dict.fromkeys(found))
 
 
 def judging_seconds(latency: LatencyTable, phase: str, batch: int, longest: int) -> Floats:
-    """Return seconds of the verdicts on 0, 1, ..., `longest` drafted tokens of a sequence.
+    """Return seconds of the verdicts on 0, 1, ..., `longest` drafted tokens of each sequence.
 
+    At a batch that was not measured they are those of the nearest one with as many tokens in all.
     Zero where the table has no cells of this phase.
     """
     lengths = np.arange(longest + 1)
@@ -552,7 +562,8 @@ def judging_seconds(latency: LatencyTable, phase: str, batch: int, longest: int)
         return np.zeros(longest + 1)
     cells = latency.cells[latency.cells["phase"] == phase]
     nearest = int(np.clip(batch, cells["batch"].min(), cells["batch"].max()))
-    return latency.seconds("target", phase, batch=nearest, new_tokens=lengths)
+    drafted = np.maximum((lengths + 1) * batch / nearest - 1, 0)
+    return latency.seconds("target", phase, batch=nearest, new_tokens=drafted)
 
 
 def scalar_seconds(latency: LatencyTable, model: str, phase: str, batch: int) -> float:

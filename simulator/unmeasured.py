@@ -8,18 +8,22 @@ from typing import Any
 
 from policies.batch.base import Policy
 from simulator.pricing import extras_of, missing_parts
+from traces.acceptance.sampling import Sampling
 from traces.latency.table import LatencyTable
 
 ERRS = {
     "host_round": "speedups are too low, or too high if the host starts draft passes slowly",
     "target prefill": "tokens/s are too high, and speedups too far from 1 for long prompts",
+    "sampling": "tokens/s are too high, and so are most speedups",
 }
 """How results err if a part that plain decoding has, too, costs nothing."""
 
 
-def free_hosts(tables: Iterable[LatencyTable], policies: Iterable[Policy]) -> set[str]:
-    """Return the host phases of runs of `policies` that at least one of `tables` lacks."""
-    extras = {extras_of(policy.reads) for policy in policies}
+def free_hosts(
+    tables: Iterable[LatencyTable], policies: Iterable[Policy], sampling: Sampling
+) -> set[str]:
+    """Return the host's parts of runs of `policies` that at least one of `tables` lacks."""
+    extras = {extras_of(policy.reads, sampling=sampling) for policy in policies}
     return {part for table in tables for own in extras for part in missing_parts(table, own)}
 
 

@@ -76,7 +76,7 @@ def few_cells() -> Iterator[None]:
             (latency, "measure_drafters", few),
             (profile, "measure_host", {"repeats": 1}),
             (profile, "measure_batch_host", {"repeats": 1, "tokens": 8}),
-            (profile, "measure_rules", {"repeats": 1, "drafted": GAMMAS}),
+            (profile, "measure_choosing", {"repeats": 1, "drafted": GAMMAS}),
         ):  # fmt: skip
             patch.setattr(owner, name, given(getattr(owner, name), **less))
         for name in ("MOST", "WARMING"):

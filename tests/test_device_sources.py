@@ -18,6 +18,7 @@ from profiler import profile
 from profiler.checks.differences import rounds_differ
 from profiler.checks.spot_check import PlannedPolicy, assisted_generation, run_batches, run_requests
 from profiler.decoding.single import ModelDecoder
+from profiler.latency.host import RULES, SAMPLED
 from profiler.latency.table import Grid
 from profiler.models import loading
 from profiler.models.loading import Pair, choose_device, load_pair
@@ -95,7 +96,7 @@ def test_a_pair_is_loaded_in_bfloat16_and_recorded(case: Case) -> None:
 
 def test_the_latency_table_is_measured(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     less: dict[str, dict[str, Any]] = {
-        "host_beyond": {"tokens": 4, "gammas": (0, 2)}, "measure_rules": {"drafted": (1, 4)},
+        "host_beyond": {"tokens": 4, "gammas": (0, 2)}, "measure_choosing": {"drafted": (1, 4)},
     }  # fmt: skip
     for name, given in less.items():
         monkeypatch.setattr(profile, name, partial(getattr(profile, name), repeats=1, **given))
@@ -108,9 +109,10 @@ def test_the_latency_table_is_measured(case: Case, monkeypatch: pytest.MonkeyPat
     measured.sweeps.run()
     phases = set(measured.table().cells["phase"])
     assert {"forward", "prefill", "signal", "host_round", "layer", "head", "judge"} <= phases
-    # What a check of lossless rounds measures again.
+    drawing = {f"{phase}{end}" for phase in ("draw", "toss") for end in SAMPLED}
+    # What a check of lossless greedy rounds measures again.
     few = set(measured.table(passes_alone=True).cells["phase"])
-    assert phases - few == {"layer", "head", "judge", "judge_signals"}
+    assert phases - few == {"layer", "head", *RULES, *drawing}
 
 
 def test_real_and_forced_runs_of_single_streams_and_batches(case: Case) -> None:

@@ -16,23 +16,31 @@ from policies.lengths.gammatune import GammaTune
 from policies.rules.base import TokenRule
 from policies.rules.registry import RULES as BUILT_IN
 from policies.rules.registry import parse_rule
-from profiler.latency.host import RULES, measure_rules
+from profiler.latency.host import DRAWN, RULES, SAMPLED, measure_choosing
 from profiler.models.runner import Runner
-from simulator.pricing import autoregressive, judging_phase, price
+from simulator.pricing import autoregressive, host_at, judging_phase, judging_seconds, price
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.serving.study import InOrder
 from tests.test_pricing import CELLS, HOST, random_log, table
+from traces.acceptance.sampling import GREEDY, Sampling
 from traces.latency.table import CELL_COLUMNS, PHASES, LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
-from traces.store.files import read_latency, write_latency
-from traces.store.recordings import find_latency, find_trace
+from traces.store.files import read_latency, read_rounds, write_latency, write_rounds
+from traces.store.recordings import find_latency, find_trace, folder_of
 
 JUDGING = {
     ("target", phase, 1, n, 0): base + slope * n
     for phase, base, slope in (("judge", 2e-4, 1e-5), ("judge_signals", 3e-4, 4e-5))
     for n in (0, 1, 4, 8)
 }
+DRAWING = {
+    **{("draft", f"draw{end}", batch, 1, 0): times * 1e-4 * batch
+       for end, times in (("", 1),) for batch in (1, 8)},
+    **{("target", f"toss{end}", 1, n, 0): times * (4e-4 + 3e-5 * n)
+       for end, times in (("", 1),) for n in (0, 2, 8)},
+}  # fmt: skip
+SAMPLED_TRACE = str(folder_of("bundled") / "sampled.parquet")
 
 
 def judged(seed: int, verify: str, rule: TokenRule | None = None) -> RoundLog:
@@ -142,13 +150,77 @@ def runner(layers: int) -> Runner:
     return Runner(LlamaForCausalLM(config).eval(), 64)
 
 
+def sampled(log: RoundLog, top_p: float = 1.0) -> RoundLog:
+    return replace(log, sampling=Sampling(1.0, top_p), verify="rejection-sampling")
+
+
+@pytest.mark.parametrize(("top_p", "times"), [(1.0, 1)])
+def test_a_sampled_round_pays_its_draws_and_its_verdict(top_p: float, times: int) -> None:
+    latency = table(CELLS | HOST | DRAWING)
+    log, plain = sampled(random_log(5), top_p), autoregressive(sampled(random_log(5), top_p))
+    for one in (log, plain):
+        greedy = replace(one, sampling=GREEDY, verify="exact")
+        priced, without = price(one, latency), price(greedy, latency)
+        rounds = one.rounds
+        expected = 4e-4 + 3e-5 * rounds["drafted"] + 1e-4 * rounds["draft_forwards"]
+        np.testing.assert_allclose(priced.host_s - without.host_s, times * expected, rtol=1e-9)
+        assert priced.unpriced(latency) == []
+        bare = table(CELLS | HOST)
+        assert price(one, bare).unpriced(bare) == ["sampling"]
+        assert price(greedy, bare).unpriced(bare) == []
+        assumed = LatencyTable.constant(0.01, 0.001, host_round=0.0)
+        assert price(one, assumed).unpriced(assumed) == []
+
+
+def test_a_rule_judges_sampled_drafts_after_their_coins_are_tossed() -> None:
+    latency = table(CELLS | HOST | JUDGING | DRAWING)
+    log = sampled(judged(3, "csd"))
+    parts = [
+        price(one, latency).total_s
+        for one in (log, replace(log, sampling=GREEDY), sampled(random_log(3)), random_log(3))
+    ]
+    both, judging, drawing, neither = parts
+    assert both - neither == pytest.approx(judging - neither + drawing - neither)
+
+
+@pytest.mark.parametrize("by_iteration", [False, True])
+def test_one_sampled_request_at_a_time_is_served_at_its_price(by_iteration: bool) -> None:
+    trace, measured = find_trace(SAMPLED_TRACE), find_latency("bundled")
+    cells = [measured.cells, table(DRAWING).cells]
+    latency = LatencyTable(pd.concat(cells, ignore_index=True), measured.meta)
+    alone = Scenario(InOrder(), Limits(1), requests=12, warmup=0.0)
+    for policy in (Autoregressive(), Fixed(4), GammaTune()):
+        run = simulate(trace, latency, policy, alone, by_iteration=by_iteration)
+        served = run.requests
+        expected = price(replay(trace, policy, first=1), latency).decode_s[served["sequence"]]
+        np.testing.assert_allclose(served["finish_s"] - served["first_s"], expected, rtol=1e-9)
+        assert "sampling" not in run.unpriced
+        assert "sampling" in simulate(trace, measured, policy, alone).unpriced
+
+
+def test_the_verdicts_of_a_batch_are_those_on_all_its_tokens() -> None:
+    latency = table(CELLS | HOST | DRAWING)
+    alone, many = (judging_seconds(latency, "toss", batch, 3) for batch in (1, 2))
+    np.testing.assert_allclose(alone, 4e-4 + 3e-5 * np.arange(4))
+    np.testing.assert_allclose(many, 4e-4 + 3e-5 * (2 * np.arange(1, 5) - 1))
+    drafted = [host_at(latency, {"draw", "toss"}, batch).draft_s for batch in (1, 8, 64)]
+    np.testing.assert_allclose(np.diff(drafted), [7e-4, 0.0], atol=1e-12)
+
+
+def test_a_log_on_disk_keeps_how_it_was_sampled(tmp_path: Path) -> None:
+    for log in (sampled(random_log(1), 0.9), random_log(1)):
+        write_rounds(log, tmp_path / "rounds.parquet")
+        assert read_rounds(tmp_path / "rounds.parquet").sampling == log.sampling
+
+
 def test_measuring_gives_a_cell_per_family_and_length(tmp_path: Path) -> None:
-    seen = measure_rules(runner(2), runner(1), drafted=(0, 1, 3, 9, 40), repeats=3)
+    seen = measure_choosing(runner(2), runner(1), drafted=(0, 1, 3, 9, 40), repeats=3)
     assert list(seen.columns) == list(CELL_COLUMNS)
     # 40 drafted tokens do not fit 64 slots with the room a round needs.
     assert seen.groupby("phase")["new_tokens"].apply(list).to_dict() == {
-        phase: [0, 1, 3, 9] for phase in RULES
-    }
+        **{phase: [0, 1, 3, 9] for phase in RULES}, **{f"toss{end}": [0, 3] for end in SAMPLED},
+        **{f"draw{end}": [1] * len(DRAWN) for end in SAMPLED},
+    }  # fmt: skip
     assert (seen["median_s"] >= 0).all()
     latency = LatencyTable(pd.concat([table(CELLS).cells, seen], ignore_index=True))
     assert "judging" not in price(judged(2, "bild"), latency).unpriced(latency)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.break_even import priced_at
 from tests.compiled import TABLES
 from tests.serving import table_of
 from tests.studies import POLICIES, TABLE, recorded, study
+from traces.acceptance.sampling import Sampling
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable, as_cells
 from traces.replay import vectorised
@@ -152,6 +154,7 @@ class Uneven(DraftPolicy):
 
 COSTED: list[DraftPolicy] = [
     Fixed(5), parse_policy("gammatune", max_gamma=20), Autoregressive(), Uneven(),
+    parse_policy("svip"),
 ]  # fmt: skip
 
 
@@ -161,10 +164,17 @@ COSTED: list[DraftPolicy] = [
 def test_steps_and_rounds_cost_what_iterations_of_serving_do(
     policy: DraftPolicy, name: str
 ) -> None:
+    more = [
+        ("draft", "signal", 1, 1, 0, 2e-4, 0.0, 5), ("draft", "draw", 1, 1, 0, 1e-4, 0.0, 5),
+        *(("target", "toss", 1, n, 0, 3e-4 + 5e-5 * n, 0.0, 5) for n in (0, 4)),
+    ]  # fmt: skip
     table = TABLES[name]
+    table = LatencyTable(pd.concat([table.cells, table_of(more).cells]), table.meta)
     speculates = not isinstance(policy, Autoregressive)
     drafted = replay(recorded(), policy, name=type(policy).__name__ if speculates else PLAIN)
-    cost = EngineCost(table, extras_of(drafted.reads), speculates)
+    drafted = replace(drafted, sampling=Sampling(1.0))
+    extras = extras_of(drafted.reads, sampling=drafted.sampling)
+    cost = EngineCost(table, extras, speculates, longest=24)
     log, context = drafted, drafted.context
     rows = [Round(*row) for row in drafted.rounds[list(Round._fields)].tolist()]
 

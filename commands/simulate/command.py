@@ -256,7 +256,7 @@ def robustness(
         "simulate", spread, json, out=out, tables=lambda: [Shown(spread.to_dict("records"), title)]
     )
     begun = [make(gammas[0]) for make in made.values()]
-    for line in [*said, *said_free(free_hosts([table], begun))]:
+    for line in [*said, *said_free(free_hosts([table], begun, recording.trace.sampling))]:
         note(line)
 
 

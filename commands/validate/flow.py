@@ -250,6 +250,7 @@ class Remeasured:
         from profiler.sources.run import SourceLatency
 
         self._latency, self._run = check.latency, check.given.run
+        self._greedy = check.trace.sampling.greedy
         pair, trace, modules = check.pair, check.trace, check.modules
         passes = kept.within("passes")
         grid = Grid() if trace.max_gamma is None else Grid().drafting(trace.max_gamma)
@@ -304,7 +305,8 @@ class Remeasured:
         from simulator.validation import compare
         from traces.store.files import CHECKED, write_latency
 
-        now = self._profile.table(passes_alone=self._sources is None)
+        lossless = self._sources is None and self._greedy
+        now = self._profile.table(passes_alone=lossless)
         if self._sources is not None:
             now = with_sources(now, self._sources.cells())
         rows = compare(predicted(now), times)

@@ -291,7 +291,7 @@ def _measured(
         measured.logs[key] = RoundLog(
             RoundLog.pack([Round(*r) for r in ran["rounds"]] for ran in done), decoded, run.name,
             verify=run.verify(trace), reads=run.policy.reads, first=trace.first,
-            mismatched=mismatched, rule=rule,
+            mismatched=mismatched, rule=rule, sampling=trace.sampling,
         )  # fmt: skip
         measured.outputs[key] = [ran["output"] for ran in done]
     return measured

@@ -17,7 +17,7 @@ from policies.core import Load
 from profiler.decoding.batch import Stream
 from profiler.decoding.single import ModelDecoder, ModelToken
 from profiler.models.runner import Runner
-from profiler.models.sampling import TokenVerdict, verify_greedily
+from profiler.models.sampling import TokenVerdict
 from traces.acceptance.trace import Trace
 from traces.replay.decoder import ReplayDecoder
 
@@ -34,6 +34,11 @@ class ForcedToken:
     def device_id(self) -> Tensor:
         """The real token, for the next pass."""
         return self._real.device_id
+
+    @property
+    def logits(self) -> Tensor:
+        """The real logits, (1, vocab)."""
+        return self._real.logits
 
     @property
     def ends(self) -> bool:
@@ -63,8 +68,9 @@ class ForcedDecoder(ModelDecoder):
         info = trace.requests[request]
         prompt = random_prompt(info.prompt_length, target.vocab_size, target.device)
         super().__init__(
-            target, draft, prompt, info.max_new_tokens, first=trace.first, watch_eos=False
-        )
+            target, draft, prompt, info.max_new_tokens, first=trace.first, watch_eos=False,
+            sampling=trace.sampling,
+        )  # fmt: skip
         self._script = ReplayDecoder(trace, request)
 
     @property
@@ -82,7 +88,7 @@ class ForcedDecoder(ModelDecoder):
 
     def _verdict(self, draft: Sequence[Any], drafted: Tensor, logits: Tensor) -> TokenVerdict:
         # The real comparison runs for its cost; the verdict is the recording's.
-        verify_greedily(drafted, logits)
+        super()._verdict(draft, drafted, logits)
         if self._script is None:  # the prefill, before the recording begins
             return 0, logits[:1].argmax(-1), [0]
         before = self._script.position

@@ -4,12 +4,13 @@ On a CPU the passes of a run are timed as they are made; a batch's are left out.
 GPU and its host from working at the same time; there the run is timed as a whole, and the host's
 share is what the passes' own cells do not explain.
 
-A lossy rule adds its scores and its verdict (`measure_rules`).  Lossless verification compares
+A lossy rule adds its scores and its verdict (`measure_choosing`).  Lossless verification compares
 token ids.  A lossy rule reads the target's scores of every drafted token (top logits, log-sum-exp,
 entropy, rank), and some rules the draft's signals as well; both are computed when the target's pass
 is done.  That work depends on what a rule reads, hardly on what it then decides.  So there is one
 phase for each of the two families, over the number of drafted tokens: the seconds of a real
-decoder's verification under a rule less those of its lossless one.
+decoder's verification under a rule less those of its lossless one.  Sampled decoding draws tokens
+and compares distributions instead of token ids.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_bat
 from profiler.decoding.forced import ForcedDecoder, ForcedStream
 from profiler.decoding.single import DraftStep, ModelDecoder, ModelToken
 from profiler.latency.passes import random_ids
-from profiler.latency.table import rows_of_samples
+from profiler.latency.table import CellKey, rows_of_samples
 from profiler.machine import Repeats, Stopwatch, Timing, sweeps, timed
 from profiler.models.runner import Runner
+from profiler.models.sampling import pick
+from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable, as_cells
@@ -51,8 +54,13 @@ DRAFTED = (0, 1, 2, 4, 8, 16, 24)
 """Drafted tokens at which a rule's judging is measured."""
 RULES: dict[str, VerifyRule] = {"judge": SpecVerification(), "judge_signals": CMASDVerification()}
 """Phase -> the rule that is timed for its family."""
-LOSSLESS = "lossless"
-"""Name of verification without a rule, which the phases are compared with."""
+SAMPLED = {"": Sampling(1.0)}
+"""Ending of the phases ``draw`` and ``toss`` -> the sampling that is timed for them.  Time does not
+depend on the numbers."""
+DRAWN = (1, 8, 64)
+"""Sequences whose drafted tokens are drawn at once."""
+GREEDILY = "greedily"
+"""Name of lossless greedy verification, which the phases are compared with."""
 
 Spent = tuple[float, int, int]
 """The host's seconds in a run, its rounds (a batch's iterations), and its draft steps."""
@@ -263,7 +271,7 @@ def host_beyond(
     return host_cells(batch, gammas, repeats, run)
 
 
-def measure_rules(
+def measure_choosing(
     target: Runner,
     draft: Runner,
     *,
@@ -271,10 +279,12 @@ def measure_rules(
     longest: int = max(DRAFTED),
     repeats: int = 25,
 ) -> pd.DataFrame:
-    """Return seconds per round that a rule of each family takes beyond lossless verification.
+    """Return seconds that choosing tokens takes beyond lossless greedy decoding.
 
-    Every draft is one that the target agrees with, so that a rule judges all of it.  Numbers
-    of drafted tokens that do not fit the caches are left out, and those above `longest`.
+    They are those of a round's verdict under a rule of each family and by rejection sampling, and
+    those of drawing a drafted token.  Every draft is one that the target agrees with, so that a
+    rule judges all of it.  Numbers of drafted tokens that do not fit the caches are left out, and
+    those above `longest`.
 
     Parameters
     ----------
@@ -283,14 +293,17 @@ def measure_rules(
     longest: Tokens of the pair's longest draft.
     repeats: Timed repeats; within one the cells and families come in a fresh random order.
 
-    Returns rows as in `traces.latency.table.CELL_COLUMNS`, of the target, phases as in `RULES`.
+    Returns rows as in `traces.latency.table.CELL_COLUMNS`: of the target, phases as in `RULES` and
+    ``toss`` (at every second of the sizes), and of the draft ``draw``, with the endings of
+    `SAMPLED`.
     """
     room = min(target.cache.slots, target.max_positions, draft.cache.slots, draft.max_positions)
     counts = [n for n in drafted if n <= longest and 2 * n + 8 <= room]
-    prepared: dict[str, VerifyRule | None] = {LOSSLESS: None}
+    ways: dict[str, tuple[VerifyRule | None, Sampling]] = {GREEDILY: (None, GREEDY)}
     for phase, rule in RULES.items():
-        prepared[phase] = own = rule.fresh()
+        ways[phase] = own, _ = rule.fresh(), GREEDY
         own.begin_run(target.vocab_size, 0.0)
+    drawn = {f"toss{end}": (None, sampling) for end, sampling in SAMPLED.items()}
     watch, again, rng = Stopwatch(target.device), Repeats(), np.random.default_rng(0)
     given = _Fixed(target, 1), _Fixed(draft, 1)
     smaller = min(target, draft, key=lambda runner: runner.vocab_size)
@@ -298,32 +311,53 @@ def measure_rules(
     # An encoder-decoder needs a source before any pass.
     prompts = target.begin(ids[:1]), draft.begin(ids[:1])
 
-    def judge(drafted: Tensor, rule: VerifyRule | None) -> tuple[Timing, int]:
-        return watch.measure(_round(given, (target, draft), prompts, drafted, rule))
+    def judge(count: int, rule: VerifyRule | None, sampling: Sampling) -> tuple[Timing, object]:
+        models = target, draft
+        return watch.measure(_round(given, models, prompts, ids[:count], rule, sampling))
 
-    samples = {phase: np.empty((repeats, len(counts))) for phase in prepared}
+    def choose(batch: int, sampling: Sampling) -> tuple[Timing, object]:
+        logits = draft.forward(torch.cat([prompts[1], ids[:1]]), 0, keep=1).repeat(batch, 1)
+        return watch.measure(lambda: pick(logits, sampling, None))
+
+    # The cells of a group are compared: they are timed in a row.
+    groups: list[dict[CellKey, Callable[[], tuple[Timing, object]]]] = [
+        {
+            ("target", phase, 1, count, 0): partial(judge, count, *how)
+            for phase, how in (ways | (drawn if i % 2 == 0 else {})).items()
+        }
+        for i, count in enumerate(counts)
+    ]
+    draws = {GREEDILY: GREEDY} | {f"draw{end}": sampling for end, sampling in SAMPLED.items()}
+    groups += [
+        {("draft", phase, batch, 1, 0): partial(choose, batch, how) for phase, how in draws.items()}
+        for batch in DRAWN
+    ]
+    seconds: dict[CellKey, list[float]] = {cell: [] for group in groups for cell in group}
     for repeat in sweeps(repeats, 2):
-        for i in rng.permutation(len(counts)):
-            for phase in rng.permutation(list(prepared)).tolist():
-                taken, _ = again.best(partial(judge, ids[: counts[i]], prepared[phase]))
+        for g in rng.permutation(len(groups)):
+            cells = list(groups[g])
+            for c in rng.permutation(len(cells)):
+                taken, _ = again.best(groups[g][cells[c]])
                 if repeat >= 0:
-                    samples[phase][repeat, i] = taken.seconds
+                    seconds[cells[c]].append(taken.seconds)
     rows = []
-    for phase in RULES:
-        extra = samples[phase] - samples[LOSSLESS]
-        each = zip(counts, np.median(extra, axis=0), half_iqr(extra), strict=True)
-        rows += [("target", phase, 1, n, 0, max(0.0, s), spread, repeats) for n, s, spread in each]
+    for (model, phase, *sizes), own_s in seconds.items():
+        if phase != GREEDILY:
+            batch, count, context = sizes
+            extra = np.subtract(own_s, seconds[model, GREEDILY, batch, count, context])
+            middle, spread = max(0.0, float(np.median(extra))), float(half_iqr(extra))
+            rows.append((model, phase, *sizes, middle, spread, repeats))
     return as_cells(rows)
 
 
 def _round(
     given: tuple[_Fixed, _Fixed], models: tuple[Runner, Runner], prompts: tuple[Tensor, Tensor],
-    ids: Tensor, rule: VerifyRule | None,
+    ids: Tensor, rule: VerifyRule | None, sampling: Sampling,
 ) -> Callable[[], int]:  # fmt: skip
     """Return the verification of the drafted `ids`, ready to be timed: its passes are done."""
     count = int(ids.shape[0])
     prompt = ids.new_zeros(4)
-    decoder = ModelDecoder(*given, prompt, count + 4, watch_eos=False, rule=rule)
+    decoder = ModelDecoder(*given, prompt, count + 4, watch_eos=False, rule=rule, sampling=sampling)
     # Real passes come first: what they leave in the processor's caches is part of the cost.
     proposals = models[1].forward(torch.cat([prompts[1], ids]), 0, keep=count or 1)
     given[0].rows = models[0].forward(torch.cat([prompts[0], ids]), 0, keep=count + 1)

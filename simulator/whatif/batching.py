@@ -18,7 +18,7 @@ import numpy as np
 
 from policies.arrays import Bools, Floats, Ints
 from simulator.bootstrap import intervals
-from simulator.pricing import PassCount, Ran, autoregressive, priced
+from simulator.pricing import PassCount, Ran, autoregressive, extras_of, priced
 from simulator.ratios import RatioCosts
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -137,9 +137,11 @@ def step_costs(
         held, seen = context + steps.output, context + steps.draft_output
     drafted, cached = steps.width - 1, np.maximum(held - 1, 0)
     calls = verification(drafted, cached) + passes_of(steps.longest, steps.catch_up, seen, "draft")
+    extras = extras_of(steps.log.reads, sampling=steps.log.sampling)
     ran = Ran(
-        steps.log, "draft", calls, steps.longest, drafted, cached, steps.rejected, steps.unread
-    )
+        steps.log, "draft", calls, steps.longest, drafted, cached, steps.rejected, steps.unread,
+        extras=extras,
+    )  # fmt: skip
     parts, passes = priced(ran, latency, steps.batch)
     return sum(parts, np.zeros(len(held))), passes
 

@@ -135,11 +135,11 @@ def answer(sweep: Sweep, table: pd.DataFrame) -> Answer:
     assumed += ["ratio"] * (largest > 1 and bool(prices.ratios))
     fit, large = fitting(table, prices, runner.trace)
     policies = [runner.policies[name] for name in sweep.policies]
+    lacks = free_hosts((at.table for at in prices.tables), policies, runner.trace.sampling)
     return Answer(
         fit, tuple(assumed), (*([said_assumed(assumed, prices)] if assumed else []), *large),
         tuple(said_outside(fit[["policy", "batch", "context", "outside"]].to_dict("records"))),
-        (*said_untried(sweep, fit),
-         *said_free(free_hosts((at.table for at in prices.tables), policies))),
+        (*said_untried(sweep, fit), *said_free(lacks)),
     )  # fmt: skip
 
 

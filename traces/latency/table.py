@@ -119,6 +119,14 @@ PHASES: dict[str, LatencyKind] = {
         "the same for a rule that also reads the draft's signals", _HOST, "verdict", given=True,
         extra="judging",
     ),
+    "draw": LatencyKind(
+        "drawing one token from its distribution, over taking the likeliest", _HOST, "drafted",
+        given=True, extra="sampling",
+    ),
+    "toss": LatencyKind(
+        "extra time of rejection sampling over greedy matching (new_tokens = drafted)", _HOST,
+        "verdict", given=True, extra="sampling",
+    ),
     "rollback": LatencyKind(
         "taking rejected tokens out of the cache", per="rollback", given=True
     ),

@@ -133,7 +133,8 @@ class Serving:
         speculates = self.lookahead > 0 or scenario.drafter_loaded
         # An engine without drafts has none to judge.
         judges = self.lossy is not None and self.lookahead > 0
-        extras = extras_of(self.policy.reads, rule_phase(self.lossy) if judges else None)
+        judging = rule_phase(self.lossy) if judges else None
+        extras = extras_of(self.policy.reads, judging, self.trace.sampling)
         return EngineCost(self.latency, extras, speculates, scenario.passes, self.lookahead)
 
     def scheduler(self) -> Scheduler:
