@@ -514,6 +514,7 @@ def extras_of(
         How the output is drawn.
     """
     drawn = [] if sampling.greedy else ["draw", "toss"]
+    drawn = [f"{phase}_top_p" for phase in drawn] if sampling.top_p < 1 else drawn
     return frozenset([*(["signal"] if reads else []), *([judging] if judging else []), *drawn])
 
 

@@ -36,9 +36,9 @@ JUDGING = {
 }
 DRAWING = {
     **{("draft", f"draw{end}", batch, 1, 0): times * 1e-4 * batch
-       for end, times in (("", 1),) for batch in (1, 8)},
+       for end, times in (("", 1), ("_top_p", 10)) for batch in (1, 8)},
     **{("target", f"toss{end}", 1, n, 0): times * (4e-4 + 3e-5 * n)
-       for end, times in (("", 1),) for n in (0, 2, 8)},
+       for end, times in (("", 1), ("_top_p", 10)) for n in (0, 2, 8)},
 }  # fmt: skip
 SAMPLED_TRACE = str(folder_of("bundled") / "sampled.parquet")
 
@@ -154,7 +154,7 @@ def sampled(log: RoundLog, top_p: float = 1.0) -> RoundLog:
     return replace(log, sampling=Sampling(1.0, top_p), verify="rejection-sampling")
 
 
-@pytest.mark.parametrize(("top_p", "times"), [(1.0, 1)])
+@pytest.mark.parametrize(("top_p", "times"), [(1.0, 1), (0.9, 10)])
 def test_a_sampled_round_pays_its_draws_and_its_verdict(top_p: float, times: int) -> None:
     latency = table(CELLS | HOST | DRAWING)
     log, plain = sampled(random_log(5), top_p), autoregressive(sampled(random_log(5), top_p))

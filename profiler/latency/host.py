@@ -10,7 +10,7 @@ entropy, rank), and some rules the draft's signals as well; both are computed wh
 is done.  That work depends on what a rule reads, hardly on what it then decides.  So there is one
 phase for each of the two families, over the number of drafted tokens: the seconds of a real
 decoder's verification under a rule less those of its lossless one.  Sampled decoding draws tokens
-and compares distributions instead of token ids.
+and compares distributions instead of token ids; with top-p it also sorts them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DRAFTED = (0, 1, 2, 4, 8, 16, 24)
 """Drafted tokens at which a rule's judging is measured."""
 RULES: dict[str, VerifyRule] = {"judge": SpecVerification(), "judge_signals": CMASDVerification()}
 """Phase -> the rule that is timed for its family."""
-SAMPLED = {"": Sampling(1.0)}
+SAMPLED = {"": Sampling(1.0), "_top_p": Sampling(1.0, 0.9)}
 """Ending of the phases ``draw`` and ``toss`` -> the sampling that is timed for them.  Time does not
 depend on the numbers."""
 DRAWN = (1, 8, 64)

@@ -123,9 +123,15 @@ PHASES: dict[str, LatencyKind] = {
         "drawing one token from its distribution, over taking the likeliest", _HOST, "drafted",
         given=True, extra="sampling",
     ),
+    "draw_top_p": LatencyKind(
+        "the same with top-p", _HOST, "drafted", given=True, extra="sampling"
+    ),
     "toss": LatencyKind(
         "extra time of rejection sampling over greedy matching (new_tokens = drafted)", _HOST,
         "verdict", given=True, extra="sampling",
+    ),
+    "toss_top_p": LatencyKind(
+        "the same with top-p", _HOST, "verdict", given=True, extra="sampling"
     ),
     "rollback": LatencyKind(
         "taking rejected tokens out of the cache", per="rollback", given=True
