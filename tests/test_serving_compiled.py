@@ -37,7 +37,7 @@ from simulator.serving import (
 )
 from simulator.serving.arrivals import Deterministic, Job
 from simulator.serving.compiled import arrays, engine, loop
-from simulator.serving.cost import EngineCost
+from simulator.serving.cost import TARGET, EngineCost
 from simulator.serving.sequence import clock_free
 from simulator.serving.study import InOrder
 from tests.compiled import LENGTHS, PLAIN, PROMPTED, SCENARIOS, SIGNALLED, assert_same, ran
@@ -415,13 +415,13 @@ ONE_CONTEXT = LatencyTable(
 def test_its_readings_are_the_tables(cells, batch, width, context):
     prices = arrays.prices_of(EngineCost(cells), 2)
     seen = arrays.nothing_seen(1)[0]
-    found = loop.read(prices, seen, arrays.TARGET, float(batch), float(width), float(context))
+    found = loop.read(prices, seen, TARGET, float(batch), float(width), float(context))
     wanted, origin = cells.estimate(
         "target", "forward", batch=batch, new_tokens=width, context=context
     )
     assert found == pytest.approx(float(wanted), rel=1e-12)
     places = {MEASURED: 0, INTERPOLATED: 1, EXTRAPOLATED: 2}
-    assert seen.passes[arrays.TARGET].nonzero()[0].tolist() == [places[int(origin)]]
+    assert seen.passes[TARGET].nonzero()[0].tolist() == [places[int(origin)]]
 
 
 def test_every_numba_keeps_its_machine_code_apart() -> None:

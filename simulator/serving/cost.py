@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from functools import partial
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -35,6 +35,11 @@ PLACES = (
 """Cells that an engine reads: of the target's passes, of a draft's later passes and of its first,
 of a drafter that runs along in every iteration, of the prompts, of sequences that decode with
 prompts in the pass, and of prompts in a pass that decodes."""
+TARGET, LATER, FIRST, ALONG, TARGET_PREFILL, DRAFT_PREFILL, WITH_PROMPTS, MIXED = cast(
+    "tuple[int, ...]", tuple(np.arange(len(PLACES)))
+)
+"""Their numbers.  A draft's later and first passes may be the same cells.  NumPy scalars on
+purpose: with literal ints numba would compile `loop.read` once for each."""
 COMPOSED = "composed"
 """Origin of passes put together from a decoding one and the prompts' own."""
 ORIGINS = ("measured", "interpolated", "extrapolated")

@@ -103,7 +103,7 @@ def grid_sweep(
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class GridAnswer:
     """The rows of a grid that fit into memory, and what has to be said of them.
 
     Attributes
@@ -127,7 +127,7 @@ class Answer:
     notes: tuple[str, ...]
 
 
-def answer(sweep: Sweep, table: pd.DataFrame) -> Answer:
+def answer(sweep: Sweep, table: pd.DataFrame) -> GridAnswer:
     """Return what the `table` of a sweep answers; DraftsimError if no batch's cache fits."""
     runner, largest = sweep.runner, max(sweep.batches)
     prices = runner.prices
@@ -136,7 +136,7 @@ def answer(sweep: Sweep, table: pd.DataFrame) -> Answer:
     fit, large = fitting(table, prices, runner.trace)
     policies = [runner.policies[name] for name in sweep.policies]
     lacks = free_hosts((at.table for at in prices.tables), policies, runner.trace.sampling)
-    return Answer(
+    return GridAnswer(
         fit, tuple(assumed), (*([said_assumed(assumed, prices)] if assumed else []), *large),
         tuple(said_outside(fit[["policy", "batch", "context", "outside"]].to_dict("records"))),
         (*said_untried(sweep, fit), *said_free(lacks)),

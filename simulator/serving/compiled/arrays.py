@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,7 +16,18 @@ import numpy as np
 from policies.arrays import Floats, Ints
 from simulator.pricing import Host
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import ORIGINS, PLACES, EngineCost
+from simulator.serving.cost import (
+    DRAFT_PREFILL,
+    FIRST,
+    LATER,
+    MIXED,
+    ORIGINS,
+    PLACES,
+    TARGET,
+    TARGET_PREFILL,
+    WITH_PROMPTS,
+    EngineCost,
+)
 from simulator.serving.outcome.metrics import Histogram, Series
 from simulator.serving.scheduler import Scheduler
 from traces.acceptance.trace import Trace, once_per_trace
@@ -26,10 +37,6 @@ from traces.replay.layout import layout_of
 Records = Any
 """An array of records."""
 
-READERS = cast("tuple[int, ...]", tuple(np.arange(len(PLACES))))
-TARGET, LATER, FIRST, ALONG, TARGET_PREFILL, DRAFT_PREFILL, WITH_PROMPTS, MIXED = READERS
-"""Phases that are read.  A draft's later and first passes may be the same cells.  NumPy scalars on
-purpose: with literal ints numba would compile `loop.read` once per reader."""
 NOWHERE = -1
 FIT = ("launch", "sequence", "token", "cache", "attention")
 """Weights of the roofline that readings beyond the cells follow
@@ -218,7 +225,7 @@ _prices: WeakKeyDictionary[LatencyTable, dict[tuple[frozenset[str], bool, int], 
 
 def _priced(cost: EngineCost, most: int) -> LoopPrices:
     latency = cost.latency
-    readers = zeros(READER, len(READERS))
+    readers = zeros(READER, len(PLACES))
     batches: list[float] = []
     by_batch: list[dict[float, tuple[Floats, Floats]]] = []
     for place, own in enumerate(map(cost.phases.get, PLACES)):
@@ -298,7 +305,7 @@ def requests_of(
 
 def nothing_seen(replicas: int) -> Records:
     """Return a tally without any pass."""
-    seen = zeros(SEEN, replicas, len(READERS) + 1, len(ORIGINS))
+    seen = zeros(SEEN, replicas, len(PLACES) + 1, len(ORIGINS))
     for size in ("batch", "width", "context"):
         seen[f"least_{size}"], seen[f"most_{size}"] = math.inf, -math.inf
     return seen

@@ -20,7 +20,16 @@ from policies.vectorised import plan_of
 from simulator.pricing import extras_of, rule_phase, scalar_seconds
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled import arrays
-from simulator.serving.cost import COMPOSED, ORIGINS, PLACES, Coverage, EngineCost, covered
+from simulator.serving.cost import (
+    COMPOSED,
+    LATER,
+    ORIGINS,
+    PLACES,
+    TARGET,
+    Coverage,
+    EngineCost,
+    covered,
+)
 from simulator.serving.outcome.metrics import COUNTS, CutOff, RunRecorder, Series
 from simulator.serving.routers import ReplicaLoad
 from simulator.serving.scenario import Scenario
@@ -212,7 +221,7 @@ class CompiledRun:
             elif why != loop.PAUSE:
                 break
         seen = engine.seen
-        for place, model in ((arrays.LATER, "draft"), (arrays.TARGET, "target")):
+        for place, model in ((LATER, "draft"), (TARGET, "target")):
             own = seen[:, place]
             if own.passes.any():
                 for end, of in (("least", np.min), ("most", np.max)):

@@ -19,25 +19,27 @@ from typing import Any, NamedTuple, cast
 from policies.arrays import Floats
 from simulator.machine_code import Function, compiled
 from simulator.serving.compiled.arrays import (
-    ALONG,
     BINS,
-    DRAFT_PREFILL,
     FINEST,
-    FIRST,
-    LATER,
-    MIXED,
     NOBODY,
     NOWHERE,
     POINTS,
-    TARGET,
-    TARGET_PREFILL,
     WIDTH,
-    WITH_PROMPTS,
     Arrays,
     LoopPrices,
     Records,
 )
-from simulator.serving.cost import Work
+from simulator.serving.cost import (
+    ALONG,
+    DRAFT_PREFILL,
+    FIRST,
+    LATER,
+    MIXED,
+    TARGET,
+    TARGET_PREFILL,
+    WITH_PROMPTS,
+    Work,
+)
 from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED
 
 DONE, CUT, PAUSE, MORE, ROUTE, LOST, STUCK = range(7)
