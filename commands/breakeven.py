@@ -257,7 +257,7 @@ def plan(
 def _priced(inputs: SurfaceInputs, loads: SurfaceLoads, level: float) -> tuple[pd.DataFrame, str]:
     """Return the surface by a latency table, and whose it is."""
     from simulator.aggregate.positions import of_trace
-    from simulator.pricing import missing_parts
+    from simulator.pricing import extras_of, missing_parts
     from simulator.recording import load_tables, said_costs
     from simulator.serving.cost import TableCost
     from simulator.tune.breakeven import grid, priced_surface
@@ -295,8 +295,9 @@ def _priced(inputs: SurfaceInputs, loads: SurfaceLoads, level: float) -> tuple[p
     batches, contexts = loads.axes(table=table)
     table.check_sizes("target", "forward", max(batches), 1)
     cells = grid(batches, contexts, sorted({0, *lengths}))
-    cost = TableCost(drafting_always(table, inputs.always_draft))
-    plain = TableCost(table, speculates=False)
+    extras = extras_of() if own is None else extras_of(sampling=own.sampling)
+    cost = TableCost(drafting_always(table, inputs.always_draft), extras)
+    plain = TableCost(table, extras, speculates=False)
     with working(f"pricing {len(cells)} loads"):
         surface = priced_surface(cost, plain, positions, cells, level)
     passes = [one for priced in (cost, plain) for one in priced.coverage]
@@ -306,7 +307,7 @@ def _priced(inputs: SurfaceInputs, loads: SurfaceLoads, level: float) -> tuple[p
             f"{outside:,} of {total:,} passes are outside the measured sizes, priced by a fitted "
             f"roofline: {MEASURE_MORE}"
         )
-    for line in said_free(missing_parts(table, ())):
+    for line in said_free(missing_parts(table, extras)):
         remark(line)
     if said := table.said_batch_free(max(batches)):
         remark(said)

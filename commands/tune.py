@@ -240,7 +240,7 @@ def _tune(
         say_tried(tried, tuned, table)
     for warning in tuned.warnings:
         note(f"warning: {warning}")
-    for free in said_free(_unpriced(table, tuned)):
+    for free in said_free(_unpriced(recorded, table, tuned)):
         note(free)
     setting = tuned.document if engine == "vllm" else None
     if setting and "model" not in setting and setting.get("method") not in launch.WITHOUT_MODEL:
@@ -253,12 +253,12 @@ def _tune(
         say_launch(line, [target, drafter.model])
 
 
-def _unpriced(table: LatencyTable, tuned: Tuned) -> list[str]:
+def _unpriced(trace: Trace, table: LatencyTable, tuned: Tuned) -> list[str]:
     """Return what cost nothing in the search because `table` lacks its cells."""
     from simulator.pricing import extras_of, missing_parts
     from simulator.serving.cost import EngineCost
 
-    extras = extras_of(tuned.policy.reads)
+    extras = extras_of(tuned.policy.reads, sampling=trace.sampling)
     if any(row["served_tok_s"] is not None for row in tuned.rows):
         return EngineCost(table, extras).unpriced
     return missing_parts(table, extras)

@@ -116,11 +116,12 @@ def informed(
     Costs are those of `latency`; None: it keeps none.  A policy that decides for a whole batch gets
     estimates of acceptance fitted to `trace`, and `say` is told so.
     """
+    from simulator.pricing import extras_of
     from simulator.serving import TableCost
     from simulator.whatif.rate import fit_estimates
 
     if latency is not None and lacks(policy, "cost"):
-        policy = supplied(policy, cost=TableCost(latency))
+        policy = supplied(policy, cost=TableCost(latency, extras_of(sampling=trace.sampling)))
     if isinstance(policy, BatchPolicy | SingleStream) and lacks(policy, "estimator"):
         say(f"{name}: its estimates of acceptance are fitted to this recording")
         estimator = fit_estimates(trace, "isotonic", trace.max_gamma or 8)[0]
@@ -434,6 +435,7 @@ def fitted_as_asked(
     It is fitted, up to its ``gamma_max``, unless it has a cost.  A rate of its own stays, in tokens
     per second of `latency`.  Raises DraftsimError if another parameter is set.
     """
+    from simulator.pricing import extras_of
     from simulator.serving import TableCost
 
     if policy.cost is not None:
@@ -443,7 +445,8 @@ def fitted_as_asked(
     known = parameters(RateOptimal)
     if policy.rate == known["rate"].default:
         raise DraftsimError(f"{text}: this command fits it, so only gamma_max can be set")
-    return RateOptimal(**{**{k: getattr(policy, k) for k in known}, "cost": TableCost(latency)})
+    cost = TableCost(latency, extras_of(sampling=trace.sampling))
+    return RateOptimal(**{**{k: getattr(policy, k) for k in known}, "cost": cost})
 
 
 def fitted(trace: Trace, latency: LatencyTable, longest: int | None = None) -> RateOptimal:

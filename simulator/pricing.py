@@ -500,7 +500,7 @@ def _readers(log: RoundLog, drafter: str) -> tuple[str, ...]:
 
 
 def extras_of(
-    reads: Collection[str], judging: str | None = None, sampling: Sampling = GREEDY
+    reads: Collection[str] = (), judging: str | None = None, sampling: Sampling = GREEDY
 ) -> frozenset[str]:
     """Return the phases of a run that not all runs have (`LatencyKind.extra`).
 

@@ -18,7 +18,7 @@ from profiler import profile
 from profiler.checks.differences import rounds_differ
 from profiler.checks.spot_check import PlannedPolicy, assisted_generation, run_batches, run_requests
 from profiler.decoding.single import ModelDecoder
-from profiler.latency.host import RULES, SAMPLED
+from profiler.latency.host import DRAWS, RULES, TOSSES
 from profiler.latency.table import Grid
 from profiler.models import loading
 from profiler.models.loading import Pair, choose_device, load_pair
@@ -109,10 +109,9 @@ def test_the_latency_table_is_measured(case: Case, monkeypatch: pytest.MonkeyPat
     measured.sweeps.run()
     phases = set(measured.table().cells["phase"])
     assert {"forward", "prefill", "signal", "host_round", "layer", "head", "judge"} <= phases
-    drawing = {f"{phase}{end}" for phase in ("draw", "toss") for end in SAMPLED}
     # What a check of lossless greedy rounds measures again.
     few = set(measured.table(passes_alone=True).cells["phase"])
-    assert phases - few == {"layer", "head", *RULES, *drawing}
+    assert phases - few == {"layer", "head", *RULES, *TOSSES, *DRAWS}
 
 
 def test_real_and_forced_runs_of_single_streams_and_batches(case: Case) -> None:

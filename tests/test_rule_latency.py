@@ -16,11 +16,20 @@ from policies.lengths.gammatune import GammaTune
 from policies.rules.base import TokenRule
 from policies.rules.registry import RULES as BUILT_IN
 from policies.rules.registry import parse_rule
-from profiler.latency.host import DRAWN, RULES, SAMPLED, measure_choosing
+from profiler.latency.host import DRAWN, DRAWS, RULES, TOSSES, measure_choosing
 from profiler.models.runner import Runner
-from simulator.pricing import autoregressive, host_at, judging_phase, judging_seconds, price
+from simulator.pricing import (
+    autoregressive,
+    extras_of,
+    host_at,
+    judging_phase,
+    judging_seconds,
+    price,
+)
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
+from simulator.serving.cost import TableCost
 from simulator.serving.study import InOrder
+from tests.conftest import Run
 from tests.test_pricing import CELLS, HOST, random_log, table
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.latency.table import CELL_COLUMNS, PHASES, LatencyTable
@@ -207,6 +216,23 @@ def test_the_verdicts_of_a_batch_are_those_on_all_its_tokens() -> None:
     np.testing.assert_allclose(np.diff(drafted), [7e-4, 0.0], atol=1e-12)
 
 
+def test_policies_that_weigh_costs_are_told_of_draws() -> None:
+    latency = table(CELLS | HOST | DRAWING)
+    extras = extras_of(sampling=Sampling(1.0))
+    for drafts in (0, 4, 9):
+        sizes = 1, drafts, drafts + 1, 50.0
+        beyond = TableCost(latency, extras)(*sizes) - TableCost(latency)(*sizes)
+        assert beyond == pytest.approx(4e-4 + 3e-5 * drafts + 1e-4 * drafts)
+
+
+@pytest.mark.parametrize("command", [["simulate"], ["breakeven"], ["tune", "--engine", "vllm"]])
+def test_commands_say_that_latencies_hold_no_draws(run: Run, command: list[str]) -> None:
+    said = "not in the latency table, counted as 0 s: sampling (tokens/s are too high"
+    given = "--latency", "bundled"
+    assert said in run(*command, "--trace", SAMPLED_TRACE, *given).said
+    assert said not in run(*command, "--trace", "bundled", *given).said
+
+
 def test_a_log_on_disk_keeps_how_it_was_sampled(tmp_path: Path) -> None:
     for log in (sampled(random_log(1), 0.9), random_log(1)):
         write_rounds(log, tmp_path / "rounds.parquet")
@@ -217,9 +243,9 @@ def test_measuring_gives_a_cell_per_family_and_length(tmp_path: Path) -> None:
     seen = measure_choosing(runner(2), runner(1), drafted=(0, 1, 3, 9, 40), repeats=3)
     assert list(seen.columns) == list(CELL_COLUMNS)
     # 40 drafted tokens do not fit 64 slots with the room a round needs.
-    assert seen.groupby("phase")["new_tokens"].apply(list).to_dict() == {
-        **{phase: [0, 1, 3, 9] for phase in RULES}, **{f"toss{end}": [0, 3] for end in SAMPLED},
-        **{f"draw{end}": [1] * len(DRAWN) for end in SAMPLED},
+    assert seen.groupby("phase")["new_tokens"].apply(tuple).to_dict() == {
+        **dict.fromkeys(RULES, (0, 1, 3, 9)), **dict.fromkeys(TOSSES, (0, 3)),
+        **dict.fromkeys(DRAWS, (1,) * len(DRAWN)),
     }  # fmt: skip
     assert (seen["median_s"] >= 0).all()
     latency = LatencyTable(pd.concat([table(CELLS).cells, seen], ignore_index=True))

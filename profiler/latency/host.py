@@ -54,9 +54,9 @@ DRAFTED = (0, 1, 2, 4, 8, 16, 24)
 """Drafted tokens at which a rule's judging is measured."""
 RULES: dict[str, VerifyRule] = {"judge": SpecVerification(), "judge_signals": CMASDVerification()}
 """Phase -> the rule that is timed for its family."""
-SAMPLED = {"": Sampling(1.0), "_top_p": Sampling(1.0, 0.9)}
-"""Ending of the phases ``draw`` and ``toss`` -> the sampling that is timed for them.  Time does not
-depend on the numbers."""
+DRAWS = {"draw": Sampling(1.0), "draw_top_p": Sampling(1.0, 0.9)}
+TOSSES = {"toss": Sampling(1.0), "toss_top_p": Sampling(1.0, 0.9)}
+"""Phase -> the sampling that is timed for it.  The time does not depend on its numbers."""
 DRAWN = (1, 8, 64)
 """Sequences whose drafted tokens are drawn at once."""
 GREEDILY = "greedily"
@@ -294,8 +294,7 @@ def measure_choosing(
     repeats: Timed repeats; within one the cells and families come in a fresh random order.
 
     Returns rows as in `traces.latency.table.CELL_COLUMNS`: of the target, phases as in `RULES` and
-    ``toss`` (at every second of the sizes), and of the draft ``draw``, with the endings of
-    `SAMPLED`.
+    (at every second of the sizes) `TOSSES`, and of the draft as in `DRAWS`.
     """
     room = min(target.cache.slots, target.max_positions, draft.cache.slots, draft.max_positions)
     counts = [n for n in drafted if n <= longest and 2 * n + 8 <= room]
@@ -303,7 +302,7 @@ def measure_choosing(
     for phase, rule in RULES.items():
         ways[phase] = own, _ = rule.fresh(), GREEDY
         own.begin_run(target.vocab_size, 0.0)
-    drawn = {f"toss{end}": (None, sampling) for end, sampling in SAMPLED.items()}
+    drawn = {phase: (None, sampling) for phase, sampling in TOSSES.items()}
     watch, again, rng = Stopwatch(target.device), Repeats(), np.random.default_rng(0)
     given = _Fixed(target, 1), _Fixed(draft, 1)
     smaller = min(target, draft, key=lambda runner: runner.vocab_size)
@@ -327,7 +326,7 @@ def measure_choosing(
         }
         for i, count in enumerate(counts)
     ]
-    draws = {GREEDILY: GREEDY} | {f"draw{end}": sampling for end, sampling in SAMPLED.items()}
+    draws = {GREEDILY: GREEDY, **DRAWS}
     groups += [
         {("draft", phase, batch, 1, 0): partial(choose, batch, how) for phase, how in draws.items()}
         for batch in DRAWN

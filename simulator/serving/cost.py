@@ -515,21 +515,20 @@ class EngineCost:
             host_s += self._judging_seconds(batch, drafted / batch)
         return host_s
 
-    def judged(self, batch: int) -> list[float]:
-        """Return seconds of the verdicts on 0, 1, ... drafted tokens of each sequence."""
-        seconds = self._judged.get(batch)
-        if seconds is None:
-            found = np.zeros(self.longest + 1)
+    def judged(self, batch: int, longest: int) -> list[float]:
+        """Return seconds of the verdicts on 0, 1, ... drafted tokens of each sequence, or more."""
+        seconds = self._judged.get(batch, [])
+        if len(seconds) <= longest:
+            found = np.zeros(longest + 1)
             for phase in self.verdicts:
-                found += judging_seconds(self.latency, phase, batch, self.longest)
+                found += judging_seconds(self.latency, phase, batch, longest)
             seconds = self._judged[batch] = found.tolist()
         return seconds
 
     def _judging_seconds(self, batch: int, drafted: float) -> float:
-        seconds = self.judged(batch)
-        low = min(int(drafted), len(seconds) - 1)
-        high = min(low + 1, len(seconds) - 1)
-        return seconds[low] + (drafted - low) * (seconds[high] - seconds[low])
+        low = int(drafted)
+        seconds = self.judged(batch, max(low + 1, self.longest))
+        return seconds[low] + (drafted - low) * (seconds[low + 1] - seconds[low])
 
     def _rectangle(self, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
         width = max(r.drafted for r in rounds) + 1
@@ -560,18 +559,17 @@ class TableCost:
     ----------
     latency:
         The table; host phases it lacks cost nothing.
-    signals:
-        True if the policy that asks reads draft signals, whose phase is then charged for each
-        drafted token.
+    extras:
+        Phases of the run that not all runs have (`simulator.pricing.extras_of`).
     speculates:
         False for an engine without a drafter, which drafts nothing.
     """
 
     def __init__(
-        self, latency: LatencyTable, signals: bool = False, speculates: bool = True
+        self, latency: LatencyTable, extras: Collection[str] = (), speculates: bool = True
     ) -> None:
-        self.latency, self.signals, self.speculates = latency, signals, speculates
-        self._cost = EngineCost(latency, {"signal"} if signals else (), speculates)
+        self.latency, self.extras, self.speculates = latency, frozenset(extras), speculates
+        self._cost = EngineCost(latency, extras, speculates)
 
     @property
     def coverage(self) -> list[Coverage]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from simulator.aggregate.positions import of_survival, of_trace
+from simulator.pricing import extras_of
 from simulator.serving.cost import TableCost
 from simulator.tune.costs import DEFAULT_LENGTHS, longest_draft
 from simulator.tune.formats import BY_BATCH
@@ -91,7 +92,8 @@ def _gate(trace: Trace, latency: LatencyTable, drafted: Mapping[int, int]) -> Ma
     ``drafted`` is K by batch size, where it is above 0.  One threshold holds for all loads, so a
     short draft must exceed it as well: what one K accepts at most is K.
     """
-    cost, plain = TableCost(latency), TableCost(latency, speculates=False)
+    extras = extras_of(sampling=trace.sampling)
+    cost, plain = (TableCost(latency, extras, speculates) for speculates in (True, False))
     held = float(np.mean([r.prompt_length + r.tokens / 2 for r in trace.requests]))
     needed = min(cost(b, k, b * (k + 1), held) / plain(b, 0, b, held) for b, k in drafted.items())
     threshold, windows = max(needed - 1, 0.0), [WINDOW[0]]

@@ -35,7 +35,7 @@ from simulator.hardware.scaling import (
     scaling_error,
     scaling_words,
 )
-from simulator.pricing import always_drafted, autoregressive, price
+from simulator.pricing import always_drafted, autoregressive, extras_of, price
 from simulator.ratios import ratio_costs
 from simulator.serving.cost import TableCost
 from simulator.summary import totals
@@ -184,7 +184,8 @@ class SweepRunner:
                 [log] = replay_many(trace, {name: supplied(policy, cost=cost)}, batch=part.batch)
                 yield log, _Priced((c,))
             for context, table in every.cells:
-                cost = TableCost(drafting_always(table.table, always or None))
+                extras = extras_of(sampling=self.trace.sampling)
+                cost = TableCost(drafting_always(table.table, always or None), extras)
                 told = supplied(policy, cost=cost)
                 [log] = replay_many(traces[context], {name: told}, batch=part.batch)
                 # Prices replace the context themselves.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import product
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from policies.estimators import (
 )
 from policies.lengths.basic import Autoregressive
 from policies.lengths.rate_optimal import RateOptimal
-from simulator.pricing import price
+from simulator.pricing import extras_of, price
 from simulator.serving.cost import TableCost
 from simulator.whatif.tilt import NUMERIC
 from traces.acceptance.trace import MATCH, Trace
@@ -97,7 +97,7 @@ class LatencyCost(TableCost):
 
     Parameters
     ----------
-    latency, signals:
+    latency, extras:
         See `TableCost`.
     longest:
         Draft length up to which the target's pass is fitted.
@@ -106,16 +106,17 @@ class LatencyCost(TableCost):
     """
 
     def __init__(
-        self, latency: LatencyTable, signals: bool = True, longest: int = 24, smooth: bool = True
-    ) -> None:
-        super().__init__(latency, signals)
+        self, latency: LatencyTable, extras: Collection[str] = (), longest: int = 24,
+        smooth: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(latency, extras)
         self.longest, self.smooth = longest, smooth
         self._widths = np.arange(1.0, longest + 2)
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Return seconds of `draft_length` batched draft steps and one verification."""
         known = _seconds.setdefault(self.latency, {})
-        key = self.signals, batch, draft_length, verify_tokens, context
+        key = self.extras, batch, draft_length, verify_tokens, context
         seconds = known.get(key)
         if seconds is None:
             seconds = super().__call__(batch, draft_length, verify_tokens, context)
@@ -129,7 +130,7 @@ class LatencyCost(TableCost):
         return self  # a table of measurements, which nothing changes
 
     def __reduce__(self) -> tuple[type[LatencyCost], tuple[Any, ...]]:
-        return type(self), (self.latency, self.signals, self.longest, self.smooth)
+        return type(self), (self.latency, self.extras, self.longest, self.smooth)
 
 
 def _beyond(latency: LatencyTable, longest: int, batch: int, context: float) -> Floats:
@@ -147,9 +148,9 @@ def _beyond(latency: LatencyTable, longest: int, batch: int, context: float) -> 
 
 # Fits of one recording read one table, under several ways to weigh the same passes.
 _known: WeakKeyDictionary[LatencyTable, dict[tuple[int, int, float], Floats]] = WeakKeyDictionary()
-_seconds: WeakKeyDictionary[LatencyTable, dict[tuple[bool, int, int, int, float], float]] = (
-    WeakKeyDictionary()
-)
+_seconds: WeakKeyDictionary[
+    LatencyTable, dict[tuple[frozenset[str], int, int, int, float], float]
+] = WeakKeyDictionary()
 
 
 Estimates = Literal["auto", "isotonic", "logistic", "none"]
@@ -212,7 +213,8 @@ def fit_rate_optimal(
     # The training prompts decide if a dip of the target's pass is noise or real.
     for kind, smooth in product(kinds, (True, False)):
         now, following, first = fitted[kind]
-        priced = LatencyCost(latency, bool(now.reads), longest, smooth)
+        extras = extras_of(now.reads, sampling=learned.sampling)
+        priced = LatencyCost(latency, extras, longest, smooth)
         rule = RateOptimal(plain[0], longest, first, True, 0.0, now, following, priced)
         found = [
             _best_rate(learned, latency, rule, batch, rate)

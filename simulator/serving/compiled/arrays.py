@@ -257,12 +257,12 @@ def _priced(cost: EngineCost, most: int) -> LoopPrices:
     above = len(batches) + len(widths)
     children = [*map(len, by_batch), *(len(own) for own, _ in lines)]
     sums = [latency.settling_sums("draft", batch) for batch in range(most + 1)]
-    longest = max(map(len, sums))
+    longest, drafts = max(map(len, sums)), cost.longest
     return LoopPrices(
         readers, np.concatenate([batches, widths, contexts]),
         np.cumsum([len(batches), *children]), np.concatenate([np.zeros(above), seconds]),
         np.array([np.pad(own, (0, longest - len(own)), "edge") for own in sums]),
-        np.array([cost.judged(batch) for batch in range(most + 1)]),
+        np.array([cost.judged(batch, drafts)[: drafts + 1] for batch in range(most + 1)]),
         np.array([cost.host(batch) for batch in range(most + 1)], HOST).view(np.recarray),
         latency.grid("target", "forward").quickest_s, cost.always,
     )  # fmt: skip
