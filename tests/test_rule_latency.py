@@ -28,6 +28,7 @@ from simulator.pricing import (
 )
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.serving.cost import TableCost
+from simulator.serving.scenario import Mode
 from simulator.serving.study import InOrder
 from tests.conftest import Run
 from tests.test_pricing import CELLS, HOST, random_log, table
@@ -231,6 +232,18 @@ def test_commands_say_that_latencies_hold_no_draws(run: Run, command: list[str])
     given = "--latency", "bundled"
     assert said in run(*command, "--trace", SAMPLED_TRACE, *given).said
     assert said not in run(*command, "--trace", "bundled", *given).said
+
+
+@pytest.mark.parametrize("mode", ["pearl", "dsi"])
+def test_overlapped_verification_is_charged_for_its_verdict(mode: Mode) -> None:
+    alone = Scenario(InOrder(), Limits(1), requests=5, mode=mode, warmup=0.0)
+    each_s = {}
+    for toss_s in (0.0, 0.005):
+        latency = LatencyTable.constant(0.02, 1e-5, host_round=0.0, toss=toss_s)
+        # The drafter is quick: verifications follow one another.
+        run = simulate(find_trace(SAMPLED_TRACE), latency, Fixed(1), alone)
+        each_s[toss_s] = (run.requests["finish_s"] - run.requests["first_s"]).sum()
+    assert each_s[0.005] / each_s[0.0] == pytest.approx(0.025 / 0.02, rel=1e-2)
 
 
 def test_a_log_on_disk_keeps_how_it_was_sampled(tmp_path: Path) -> None:

@@ -511,9 +511,7 @@ class EngineCost:
             host_s += draft_rollback_s
         if longest and not self._idle(work):
             host_s += longest * draft_s
-        if self.verdicts:
-            host_s += self._judging_seconds(batch, drafted / batch)
-        return host_s
+        return host_s + self.verdict_s(batch, drafted / batch) if self.verdicts else host_s
 
     def judged(self, batch: int, longest: int) -> list[float]:
         """Return seconds of the verdicts on 0, 1, ... drafted tokens of each sequence, or more."""
@@ -525,7 +523,8 @@ class EngineCost:
             seconds = self._judged[batch] = found.tolist()
         return seconds
 
-    def _judging_seconds(self, batch: int, drafted: float) -> float:
+    def verdict_s(self, batch: int, drafted: float) -> float:
+        """Return seconds of the verdicts on as many drafted tokens of each sequence."""
         low = int(drafted)
         seconds = self.judged(batch, max(low + 1, self.longest))
         return seconds[low] + (drafted - low) * (seconds[low + 1] - seconds[low])

@@ -123,7 +123,9 @@ class Overlapped(Replica):
 
     def verify_s(self, tokens: int, context: int) -> float:
         """Return seconds of a target pass over `tokens` tokens, and of the host's around it."""
-        return self._target(1, max(tokens, 1), max(context - 1, 0)) + self._host.round_s
+        tokens = max(tokens, 1)
+        around_s = self._host.round_s + self.cost.verdict_s(1, tokens - 1)
+        return self._target(1, tokens, max(context - 1, 0)) + around_s
 
     def draw(self, track: int, name: str, start: float, label: str, **args: int) -> None:
         """Draw what a device did from `start` until now."""
