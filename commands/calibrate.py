@@ -36,7 +36,7 @@ ExpertsOption = Annotated[
     typer.Option(
         metavar="COUNT/CHOSEN",
         help="Experts of the target, and how many of them a token chooses (128/4). Default: those "
-        "of a known model (`draftsim list --devices`), else none.",
+        "of a known model (`draftsim list devices`), else none.",
     ),
 ]
 MetricsOption = Annotated[

@@ -227,7 +227,7 @@ def grid(
     def printed() -> None:
         print_table(rows.to_dict("records"), [n for n in SHOWN if n in rows])
         each = "--out FILE.csv writes each point" if out is None else f"each point is in {out}"
-        note(f"means over a row's points; {each}; `draftsim list --columns` explains the columns")
+        note(f"means over a row's points; {each}; `draftsim list columns` explains the columns")
         print_thresholds(ends, ends_at)
 
     emit("sweep", rows, json, more=more, printed=printed)
