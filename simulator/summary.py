@@ -171,6 +171,11 @@ def price_all(
     return results_of(parts, len(plain) * len(parts), shared, progress)
 
 
+def speedup(log: RoundLog, latency: LatencyTable) -> float:
+    """Return seconds per token of plain decoding over those of `log`."""
+    return float(price(autoregressive(log), latency).total_s / price(log, latency).total_s)
+
+
 def _sums(run: Priced, prefill: bool = False) -> Floats:
     """Return tokens and seconds of each request, shape (2, requests)."""
     seconds = run.wall_s if prefill else run.decode_s

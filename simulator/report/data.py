@@ -531,10 +531,7 @@ def carried_spans(logs: Sequence[RoundLog], latency: LatencyTable) -> dict[str, 
     if bounds is None:
         return {}
 
-    def speedup(log: RoundLog, table: LatencyTable) -> float:
-        return price(autoregressive(log), table).total_s / price(log, table).total_s
-
-    spans = {log.policy: sorted(speedup(log, table) for table in bounds) for log in logs}
+    spans = {log.policy: sorted(summary.speedup(log, table) for table in bounds) for log in logs}
     return {
         policy: f"{low:.2f} to {high:.2f} {bounds_words(latency)}"
         for policy, (low, high) in spans.items()

@@ -14,7 +14,7 @@ import pandas as pd
 from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import Policy
 from policies.lengths.basic import Autoregressive, Fixed
-from policies.registry import NO_SPECULATION as NO_SPECULATION  # noqa: PLC0414
+from policies.registry import NO_SPECULATION
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.outcome.report import Run, t_interval
 from simulator.serving.run import simulate

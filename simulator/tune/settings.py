@@ -15,12 +15,12 @@ from policies.arrays import Floats, Ints
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
+from policies.registry import NO_SPECULATION
 from simulator.hardware.scaling import scaling_words
 from simulator.targets import Targets
 from simulator.tune.costs import PricedOptions, longest_seen
 from simulator.tune.formats import check_settings
 from simulator.tune.gains import MISSED, OFF, ON
-from simulator.tune.served import NO_SPECULATION
 from simulator.unmeasured import percentage
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
