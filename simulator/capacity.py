@@ -136,9 +136,9 @@ class PointVerdict:
                 f"requests arrive over {span:.3g} s, and the slowest twentieth take {slowest:.3g} s"
             )
         late = t_interval([o["within_late"] for o in self.outcomes])
-        bound = late[2] if math.isfinite(late[2]) else late[0]
+        bound = late.high if math.isfinite(late.high) else late.value
         if self.kept and bound < self.share:
-            return f"{late[0]:.1%} of the later half meet the SLO: the queue still grows"
+            return f"{late.value:.1%} of the later half meet the SLO: the queue still grows"
         return ""
 
     def mean(self, name: str, quantile: str | None = None) -> float:

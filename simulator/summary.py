@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.arrays import Floats
-from simulator.bootstrap import gain, rate_ratio
+from simulator.bootstrap import Interval, gain, rate_ratio
 from simulator.bootstrap import resamples as draws
 from simulator.executors import results_of
 from simulator.pricing import Priced, autoregressive, price
@@ -110,7 +110,7 @@ def speedups_over(plain: Priced, run: Priced) -> Floats:
 
 def gains_over(
     rival: Priced, runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False
-) -> list[tuple[float, float, float]]:
+) -> list[Interval]:
     """Return seconds per token of `rival` over those of each run, with the interval of that ratio.
 
     Every resample has the same prompts for both, so what makes a prompt fast for both cancels: two

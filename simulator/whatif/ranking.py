@@ -387,8 +387,8 @@ def compared(
             "gain": None, "gain_lo": None, "gain_hi": None,
         }  # fmt: skip
         if rival is not None and i != rival:
-            values = [value if math.isfinite(value) else None for value in gains[i]]
-            more |= dict(zip(("gain", "gain_lo", "gain_hi"), values, strict=True))
+            known = gains[i].columns("gain").items()
+            more |= {name: value if math.isfinite(value) else None for name, value in known}
             more["against"] = against or rows[rival]["policy"]
         what = said_of(row["policy"], lossless(row["verify"]))
         notes = [text for text in (row.get("note"), what, said) if text]
