@@ -22,7 +22,7 @@ from simulator.bootstrap import Interval, gain, rate_ratio
 from simulator.bootstrap import resamples as draws
 from simulator.executors import results_of
 from simulator.pricing import Priced, autoregressive, price
-from traces.aliases import Count, silent
+from traces.aliases import Count, Row, silent
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
@@ -169,6 +169,11 @@ def price_all(
     parts = [partial(price, log, latency) for log in (plain, *logs)]
     shared = [latency, plain, *logs]
     return results_of(parts, len(plain) * len(parts), shared, progress)
+
+
+def row_key(row: Row) -> tuple[str, str, str]:
+    """Return what tells a row from the others: its policy, rule and source."""
+    return row["policy"], row["verify"], row["source"]
 
 
 def speedup(log: RoundLog, latency: LatencyTable) -> float:

@@ -126,7 +126,7 @@ def cross_fitted_rule(
 
 def are_bounds(rows: Sequence[Row]) -> bool:
     """Return True if speedups are lower bounds, of which the largest need not be the best."""
-    return any(row["fidelity"] == "lower bound" for row in rows)
+    return any(row["fidelity"] == LOWER_BOUND for row in rows)
 
 
 def lossless(verify: str) -> bool:
@@ -152,10 +152,9 @@ class Ranking:
         """Return the rows of a summary, with a ``note`` in those of a log that has one."""
         told = {(log.policy, log.verify, log.source) for log in self.logs}
         return [
-            {**row, "note": self.notes.get(row["policy"])
-             if (row["policy"], row["verify"], row["source"]) in told else None}
+            {**row, "note": self.notes.get(row["policy"]) if summary.row_key(row) in told else None}
             for row in rows
-        ]  # fmt: skip
+        ]
 
 
 def rank(
@@ -322,11 +321,10 @@ def ranked_rows(
     overall = compared(made(False), runs, latency, against, resamples, prefill)
     if not by_category:
         return overall
-    of_all = {(r["policy"], r["verify"], r["source"]): r for r in overall}
+    of_all = {summary.row_key(row): row for row in overall}
     blank = dict.fromkeys(("against", "gain", "gain_lo", "gain_hi"))
     return [{"category": None, **row} for row in overall] + [
-        {**of_all[row["policy"], row["verify"], row["source"]], **blank, **row}
-        for row in made(True)
+        {**of_all[summary.row_key(row)], **blank, **row} for row in made(True)
     ]
 
 
