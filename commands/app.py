@@ -157,11 +157,27 @@ TUNE = {
     ),
 }  # fmt: skip
 """Verbs of `draftsim tune`."""
+_LISTS = {
+    "policies": "Length policies and their parameters.",
+    "rules": "Verification rules and their parameters.",
+    "sources": "Draft sources and the named methods.",
+    "formats": "Logs that `draftsim import` reads.",
+    "devices": "GPUs, and what is measured, composed or a roofline on each.",
+    "weight-formats": "Weight formats that latencies are extrapolated to.",
+    "published": "The roofline model against published times.",
+    "columns": "What every printed column means.",
+}
+LIST = {
+    "recordings": Listed("catalogue:recordings", "The bundled recordings."),
+    **{
+        name: Listed(f"catalogue:{name.replace('-', '_')}", says, chosen_by=(f"--{name}",))
+        for name, says in _LISTS.items()
+    },
+}
+"""Verbs of `draftsim list`."""
 COMMANDS = {
     "demo": Listed("demo:demo", "Profile the bundled pair here, predict, and check.", _TRY),
-    "list": Listed(
-        "catalogue:list_all", "Show the recordings, or the names that options take.", _TRY
-    ),
+    "list": Listed("", "Show the recordings, or the names that options take.", _TRY, verbs=LIST),
     "fetch": Listed("fetch:fetch", "Download SmolLM2 or Qwen2.5-Coder with drafters.", _TRY),
     "recommend": Listed(
         "calibrate:recommend", "Recommend a draft length from benchmark runs.", _SERVER

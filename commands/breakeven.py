@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.calibrate import check_contexts, fitted, known_target
+from commands.calibrate import check_contexts, fitted, known_target, runs_in
 from commands.common import options
 from commands.common.configured import MOST_CONTEXT, MOST_LENGTH
 from commands.common.drafted import FORMS, latencies, load_positions
@@ -316,10 +316,5 @@ def _priced(inputs: SurfaceInputs, loads: SurfaceLoads, level: float) -> tuple[p
 
 def _server(bench: list[str], passes: int | None) -> tuple[ServerFit, str | None]:
     """Return what the runs determine, and their model where they name it."""
-    from simulator.aggregate.benches import read_benches
-
-    found = read_benches(bench)
-    for line in found.notes:
-        remark(line)
-    target = known_target(None, None, found.model)
-    return fitted(found.runs, target, None, passes), found.model
+    runs, model = runs_in(bench)
+    return fitted(runs, known_target(None, None, model), None, passes), model

@@ -36,7 +36,7 @@ ExpertsOption = Annotated[
     typer.Option(
         metavar="COUNT/CHOSEN",
         help="Experts of the target, and how many of them a token chooses (128/4). Default: those "
-        "of a known model (`draftsim list --devices`), else none.",
+        "of a known model (`draftsim list devices`), else none.",
     ),
 ]
 MetricsOption = Annotated[
@@ -97,17 +97,14 @@ def calibrate(
         next_runs,
         predicted,
     )
-    from simulator.aggregate.benches import latency_table, read_benches
+    from simulator.aggregate.benches import latency_table
     from simulator.aggregate.server import COSTS, SECONDS
     from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
     from traces.store.files import write_latency
 
-    found = read_benches(runs, acceptance_told=metrics is not None)
-    other = other_acceptance(acceptance, found.model)
-    for line in found.notes:
-        remark(line)
-    measured = counted_acceptance(found.runs, metrics)
-    target = known_target(engine, experts, found.model)
+    measured, model = runs_in(runs, metrics)
+    other = other_acceptance(acceptance, model)
+    target = known_target(engine, experts, model)
     server = fitted(measured, target, other, passes, noise)
     batch, context, k = loads.batch, loads.context, loads.k
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
@@ -137,14 +134,14 @@ def calibrate(
 
     if json is None:
         held = f"At {contexts[0]:,.0f} tokens of context: " if named else ""
-        note(": ".join(filter(None, (found.model, held + headline(best, level)))))
+        note(": ".join(filter(None, (model, held + headline(best, level)))))
     tables = [shown(best), shown(answers, "every load", "context"), Shown(rows, "costs")]
     emit("calibrate", rows, json, more=more, tables=lambda: tables)
     for line in _remarks(server):
         note(line)
     note(suggestion.said)
     if out is not None:
-        write_latency(latency_table(server, found.model), out)
+        write_latency(latency_table(server, model), out)
         note(f"wrote {out}")
 
 
@@ -187,17 +184,23 @@ def other_acceptance(acceptance: str | None, model: str | None) -> Positions | N
     return found
 
 
-def counted_acceptance(
-    runs: Sequence[ServerRun], metrics: Sequence[str] | None
-) -> Sequence[ServerRun]:
-    """Return the runs; those without acceptance get that of the server's counters.
+def runs_in(
+    files: Sequence[str], metrics: Sequence[str] | None = None
+) -> tuple[Sequence[ServerRun], str | None]:
+    """Return the runs in `files`, and the model that they name; those without acceptance get that
+    of the server's counters in `metrics`.
 
-    Remarks name the draft lengths that the counters do not tell.
+    Remarks say what is left out of the files, and name the draft lengths that the counters do not
+    tell.
     """
-    from simulator.aggregate.benches import with_acceptance
+    from simulator.aggregate.benches import read_benches, with_acceptance
 
+    found = read_benches(files, acceptance_told=metrics is not None)
+    for line in found.notes:
+        remark(line)
+    runs = found.runs
     if not metrics:
-        return runs
+        return runs, found.model
     drafting = {run.k for run in runs if run.k and run.round_tokens is None}
     told = load_positions(metrics, drafts=drafting.pop() if len(drafting) == 1 else None)
     known = with_acceptance(runs, told)
@@ -211,7 +214,7 @@ def counted_acceptance(
             f"acceptance at K = {', '.join(map(str, sorted(longer)))} is estimated from the "
             f"speeds: {told.label} does not tell it"
         )
-    return known
+    return known, found.model
 
 
 def fitted(
@@ -361,7 +364,6 @@ def recommend(
     concurrencies and draft lengths, narrow the intervals. The last line is a command to paste.
     """
     from simulator.aggregate.advice import choices, concurrencies, next_runs
-    from simulator.aggregate.benches import read_benches
     from simulator.tune.launch import TARGET, NamedDrafter, launch_line, setting
     from simulator.tune.settings import about_batches
 
@@ -374,17 +376,14 @@ def recommend(
         raise DraftsimError(
             "no benchmark runs: give --bench, and --metrics if they hold no acceptance"
         )
-    found = read_benches(bench, acceptance_told=metrics is not None)
-    other = other_acceptance(acceptance, found.model)
-    for line in found.notes:
-        remark(line)
-    runs = counted_acceptance(found.runs, metrics)
+    runs, model = runs_in(bench, metrics)
+    other = other_acceptance(acceptance, model)
     if not any(run.k for run in runs):
         raise DraftsimError(
             "no run with speculation, so the drafter's cost and acceptance are unknown: "
             f"measure K = 3 at {counted(runs[0].batch, 'request')} and give both (FILE@3)"
         )
-    known = known_target(engine, experts, target or found.model)
+    known = known_target(engine, experts, target or model)
     server = fitted(runs, known, other, passes)
     batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
     with working("comparing draft lengths"):
@@ -394,7 +393,7 @@ def recommend(
     suggestion = suggestions[0]
     document = setting(engine, rows, method)
     line = launch_line(
-        engine, document, target=target or found.model or TARGET,
+        engine, document, target=target or model or TARGET,
         drafter=NamedDrafter(method, draft),
     )  # fmt: skip
     more = {
@@ -404,7 +403,7 @@ def recommend(
     }  # fmt: skip
 
     if json is None:
-        note(": ".join(filter(None, (target or found.model, headline(rows, level)))))
+        note(": ".join(filter(None, (target or model, headline(rows, level)))))
     emit("recommend", [row.row for row in rows], json, more=more, tables=lambda: [shown(rows)])
     for text in [*_remarks_on(server, rows, suggestions), *about_batches(batches)]:
         note(text)

@@ -8,70 +8,93 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType, NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
-
-import typer
+from typing import Any, Literal, get_args, get_origin
 
 from commands.common.output import JsonOption, OutOption, emit
 from commands.common.printed import print_entries
-from traces.errors import DraftsimError
 
 
-def list_all(
-    policies: Annotated[
-        bool, typer.Option("--policies", help="Instead: length policies and their parameters.")
-    ] = False,
-    rules: Annotated[
-        bool, typer.Option("--rules", help="Instead: verification rules and their parameters.")
-    ] = False,
-    sources: Annotated[
-        bool, typer.Option("--sources", help="Instead: draft sources and the named methods.")
-    ] = False,
-    formats: Annotated[
-        bool, typer.Option("--formats", help="Instead: logs that `draftsim import` reads.")
-    ] = False,
-    devices: Annotated[
-        bool,
-        typer.Option(
-            "--devices", help="Instead: GPUs, and what is measured, composed or a roofline on each."
-        ),
-    ] = False,
-    weight_formats: Annotated[
-        bool,
-        typer.Option(
-            "--weight-formats", help="Instead: weight formats that latencies are extrapolated to."
-        ),
-    ] = False,
-    published: Annotated[
-        bool,
-        typer.Option("--published", help="Instead: the roofline model against published times."),
-    ] = False,
-    columns: Annotated[
-        bool, typer.Option("--columns", help="Instead: what every printed column means.")
-    ] = False,
-    out: OutOption = None,
-    json: JsonOption = None,
-) -> None:
-    """Show the bundled recordings, or what can be named on the command line."""
-    lists = {
-        "policies": (policies, policy_rows), "rules": (rules, rule_rows),
-        "sources": (sources, source_rows), "formats": (formats, format_rows),
-        "devices": (devices, device_rows), "weight-formats": (weight_formats, weight_rows),
-        "published": (published, published_rows), "columns": (columns, column_rows),
-    }  # fmt: skip
-    chosen = [name for name, (wanted, _) in lists.items() if wanted]
-    if len(chosen) > 1:
-        raise DraftsimError(f"--{chosen[0]} and --{chosen[1]} are two lists: name one")
-    rows = lists[chosen[0]][1]() if chosen else recording_rows()
-    entries = chosen and chosen[0] in ("policies", "rules", "sources")
-    printed = partial(print_entries, map(_entry, rows)) if entries else None
-    show = None
-    if chosen == ["devices"]:  # the source and other fields are only in --out and the JSON
-        show = ["name", "latencies", "measured", "composed", "bandwidth", "flops", "memory"]
-    emit("list", rows, json, show=show, out=out, printed=printed)
+def recordings(out: OutOption = None, json: JsonOption = None) -> None:
+    """Show the bundled recordings."""
+    from traces.store.recordings import recordings
+
+    emit("list", [{"name": r.name, "summary": r.summary} for r in recordings()], json, out=out)
+
+
+def policies(out: OutOption = None, json: JsonOption = None) -> None:
+    """Show length policies and their parameters."""
+    _show_entries(policy_rows(), out, json)
+
+
+def rules(out: OutOption = None, json: JsonOption = None) -> None:
+    """Show verification rules and their parameters."""
+    _show_entries(rule_rows(), out, json)
+
+
+def sources(out: OutOption = None, json: JsonOption = None) -> None:
+    """Show draft sources, and the named methods that combine one with a policy."""
+    _show_entries(source_rows(), out, json)
+
+
+def formats(out: OutOption = None, json: JsonOption = None) -> None:
+    """Show the logs that `draftsim import` reads."""
+    emit("list", format_rows(), json, out=out)
+
+
+def devices(out: OutOption = None, json: JsonOption = None) -> None:
+    """Show GPUs, and what is measured, composed or a roofline on each.
+
+    --out and --json also have the sources of the data sheets.
+    """
+    from traces.operators.devices import DEVICES
+    from traces.store.operators import coverage
+
+    rows = [{"name": name, **coverage(name), **asdict(device)} for name, device in DEVICES.items()]
+    show = ["name", "latencies", "measured", "composed", "bandwidth", "flops", "memory"]
+    emit("list", rows, json, show=show, out=out)
+
+
+def weight_formats(out: OutOption = None, json: JsonOption = None) -> None:
+    """Show weight formats that latencies are extrapolated to."""
+    from simulator.hardware.roofline import FORMATS
+
+    emit("list", [asdict(form) for form in FORMATS.values()], json, out=out)
+
+
+def published(out: OutOption = None, json: JsonOption = None) -> None:
+    """Show the roofline model against published times."""
+    from simulator.hardware.record import check_published, predicted_runs
+    from simulator.published import GAMMATUNE
+
+    rows = [{str(k): v for k, v in row.items()} for row in check_published().to_dict("records")]
+    rows += [
+        {
+            "table": f"{one.study.name}, ms", "row": f"{one.label}", "device": one.run.device,
+            "published": 1e3 * one.run.seconds, "ours": 1e3 * one.seconds, "error": one.error,
+            "kind": one.given,
+        }
+        for mode in ("eager", "graph") for one in predicted_runs(mode)
+        if one.study is not GAMMATUNE  # as the paper's table, above
+    ]  # fmt: skip
+    emit("list", rows, json, out=out)
+
+
+def columns(out: OutOption = None, json: JsonOption = None) -> None:
+    """Show what every printed column means."""
+    from commands.common.columns import COLUMNS
+
+    rows = [{"name": name, "what": text.replace("`", "")} for name, text in COLUMNS.items()]
+    emit("list", rows, json, out=out)
+
+
+def _show_entries(rows: Sequence[Mapping[str, Any]], out: Path | None, json: str | None) -> None:
+    """Print what describes itself as entries of a glossary."""
+    emit("list", rows, json, out=out, printed=partial(print_entries, map(_entry, rows)))
 
 
 def _described(
@@ -126,13 +149,6 @@ def source_rows() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def column_rows() -> list[dict[str, Any]]:
-    """Return the columns that commands print, with their meanings."""
-    from commands.common.columns import COLUMNS
-
-    return [{"name": name, "what": text.replace("`", "")} for name, text in COLUMNS.items()]
-
-
 def format_rows() -> list[dict[str, Any]]:
     """Return every format of `draftsim import`."""
     from traces.importers.registry import IMPORTERS
@@ -144,49 +160,6 @@ def format_rows() -> list[dict[str, Any]]:
         }
         for i in IMPORTERS.values()
     ]  # fmt: skip
-
-
-def device_rows() -> list[dict[str, Any]]:
-    """Return data sheets, and what is measured, composed or a roofline on each GPU."""
-    from dataclasses import asdict
-
-    from traces.operators.devices import DEVICES
-    from traces.store.operators import coverage
-
-    return [{"name": name, **coverage(name), **asdict(device)} for name, device in DEVICES.items()]
-
-
-def weight_rows() -> list[dict[str, Any]]:
-    """Return weight formats."""
-    from dataclasses import asdict
-
-    from simulator.hardware.roofline import FORMATS
-
-    return [asdict(form) for form in FORMATS.values()]
-
-
-def published_rows() -> list[dict[str, Any]]:
-    """Return the roofline model against published times."""
-    from simulator.hardware.record import check_published, predicted_runs
-    from simulator.published import GAMMATUNE
-
-    rows = [{str(k): v for k, v in row.items()} for row in check_published().to_dict("records")]
-    return rows + [
-        {
-            "table": f"{one.study.name}, ms", "row": f"{one.label}", "device": one.run.device,
-            "published": 1e3 * one.run.seconds, "ours": 1e3 * one.seconds, "error": one.error,
-            "kind": one.given,
-        }
-        for mode in ("eager", "graph") for one in predicted_runs(mode)
-        if one.study is not GAMMATUNE  # as the paper's table, above
-    ]  # fmt: skip
-
-
-def recording_rows() -> list[dict[str, Any]]:
-    """Return the bundled recordings."""
-    from traces.store.recordings import recordings
-
-    return [{"name": r.name, "summary": r.summary} for r in recordings()]
 
 
 def parameter_rows(cls: type, fixed: Iterable[str] = ()) -> list[dict[str, Any]]:

@@ -31,11 +31,12 @@ from traces.errors import DraftsimError
 from traces.store.writing import only_writer
 
 if TYPE_CHECKING:
+    from simulator.bootstrap import Interval
     from simulator.executors import Executor
     from simulator.recording import Recording
     from simulator.serving import Router, Scenario
     from simulator.targets import Targets
-    from simulator.tune.gains import Leader, Span
+    from simulator.tune.gains import Leader
     from traces.aliases import Row
 
 MEAN = "(mean end-to-end latency)"
@@ -209,7 +210,7 @@ def serve(
         )  # fmt: skip
     measured = against_measured(*study)
 
-    def interval(leader: Leader) -> Span | None:
+    def interval(leader: Leader) -> Interval | None:
         return interval_over_prompts(leader, *study)
 
     def printed() -> None:
@@ -358,7 +359,7 @@ def requests_bar(
         yield advance, progress
 
 
-def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> str:
+def headline(rows: Sequence[Row], interval: Callable[[Leader], Interval | None]) -> str:
     """Return the fastest policy of each load against no speculation, in one sentence.
 
     ``interval`` is asked for the 95% interval of the policies that the sentence names.
@@ -370,7 +371,7 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Span | None]) -> 
 
     def told(one: Leader) -> str:
         span = interval(one)
-        within = "" if span is None else f" ({three_digits(span[0])} to {three_digits(span[1])})"
+        within = "" if span is None else f" ({three_digits(span.low)} to {three_digits(span.high)})"
         return f"{one.policy} {three_digits(one.ratio)}x{within}"
 
     if not any(one.served for one in found):

@@ -27,7 +27,7 @@ from commands.common.output import (
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
 from commands.common.written import BEGINS, TABLES, Shown, check_place, write_rows
-from policies.registry import is_bound
+from policies.registry import NO_SPECULATION, is_bound
 from traces.digits import three_digits
 from traces.errors import FileError
 from traces.store.parquet import kind_of
@@ -204,7 +204,7 @@ def grid(
     def printed() -> None:
         print_table(rows.to_dict("records"), [n for n in SHOWN if n in rows])
         each = "--out FILE.csv writes each point" if out is None else f"each point is in {out}"
-        note(f"means over a row's points; {each}; `draftsim list --columns` explains the columns")
+        note(f"means over a row's points; {each}; `draftsim list columns` explains the columns")
         print_thresholds(ends, ends_at)
 
     emit("sweep", rows, json, more=more, printed=printed)
@@ -392,7 +392,7 @@ def headline(best: pd.DataFrame) -> str:
     axes the winners are counted, and the largest speedup is named. In brackets are the speedups
     and the ends of their 95% intervals.
     """
-    from simulator.whatif.breakeven import NO_SPECULATION, VARYING
+    from simulator.whatif.breakeven import VARYING
 
     axes = [n for n in ("alpha_asked", *VARYING[1:]) if best[n].nunique(dropna=False) > 1]
     if best.empty:

@@ -27,7 +27,7 @@ SHOWN = {
     "--policy fixed:gamma=2 --policy fixed:gamma=4 --policy gammatune",
     "h200": "simulate --trace qwen-coder-cpu --latency h200-llama-3.1-8b+1b-compiled "
     "--policy fixed:gamma=2 --policy fixed:gamma=4 --policy gammatune",
-    "devices": "list --devices",
+    "devices": "list devices",
     "llamacpp": "tune --engine llamacpp --trace smollm2-cpu",
     "ratio": "breakeven --latency const:target=1,draft=0.2 --acceptance 0.5 --k 1",
     "doctor": "doctor 0.36,0.24,0.15,0.085 --against 0.72,0.475,0.295,0.17",

@@ -12,8 +12,9 @@ import pandas as pd
 
 from docs.reading import table
 from simulator.aggregate.benches import read_benches
-from simulator.aggregate.hazard import Interval, interval_of
+from simulator.aggregate.hazard import interval_of
 from simulator.aggregate.server import ServerRun, calibrate
+from simulator.bootstrap import Interval
 
 SERVED = Path(__file__).resolve().parent / "examples" / "server"
 """Folder of the server's files: `results` are given, `confirmed` are predicted."""

@@ -348,7 +348,7 @@ def assemble(
 def _check_context(
     pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[torch.Tensor], new: int
 ) -> None:
-    room = min(context_of(model) for model in (pair.target, pair.draft))
+    room = _positions(pair)
     for prompt, ids in zip(prompts, encoded, strict=True):
         length = int(ids.shape[0])
         if length == 0:

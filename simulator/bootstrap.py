@@ -1,4 +1,5 @@
-"""Uncertainty over prompts, the unit that is independent: the bootstrap, and a standard error."""
+"""Values with their uncertainty over prompts, the unit that is independent: the bootstrap, and a
+standard error."""
 
 from __future__ import annotations
 
@@ -16,6 +17,31 @@ CONFIDENCE = 0.95
 """Level of intervals where no other is asked for."""
 FEW = 100
 """Draws below which percentiles are too narrow: the ends of 30 draws hold 89% instead of 95%."""
+
+
+class Interval(NamedTuple):
+    """A value and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, value: float, reach: float) -> Interval:
+        """Return the interval that reaches as far to either side of `value`."""
+        return cls(value, value - reach, value + reach)
+
+    def holds(self, other: float) -> bool:
+        """Return True if `other` lies within."""
+        return self.low <= other <= self.high
+
+    def scaled(self, factor: float) -> Interval:
+        """Return all three times a positive factor."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+    def columns(self, name: str) -> dict[str, float]:
+        """Return the three as columns of a row: ``name``, ``name_lo`` and ``name_hi``."""
+        return {name: self.value, f"{name}_lo": self.low, f"{name}_hi": self.high}
 
 
 @lru_cache(maxsize=4)
@@ -46,9 +72,7 @@ def rate_ratio(own: Floats, base: Floats) -> Floats:
     return ratio(own[0] * base[1], base[0] * own[1])
 
 
-def gain(
-    own: Floats, base: Floats, weights: Floats, confidence: float = CONFIDENCE
-) -> tuple[float, float, float]:
+def gain(own: Floats, base: Floats, weights: Floats, confidence: float = CONFIDENCE) -> Interval:
     """Return the ratio of tokens per second over all prompts, with its interval; both (2, prompts).
 
     Every resample has the same prompts for both (`weights`, of `resamples`), so what makes a prompt
@@ -56,8 +80,9 @@ def gain(
     """
     value = float(rate_ratio(own.sum(axis=1), base.sum(axis=1)))
     if own.shape[1] < 2:
-        return value, math.nan, math.nan
-    return value, *interval(rate_ratio(own @ weights.T, base @ weights.T), confidence)
+        return Interval(value, math.nan, math.nan)
+    ends = interval(rate_ratio(own @ weights.T, base @ weights.T), confidence)
+    return Interval(value, *ends)
 
 
 def interval(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[float, float]:

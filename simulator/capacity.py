@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ import numpy as np
 from policies.batch.base import Policy
 from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
+from simulator.bootstrap import Interval
 from simulator.executors import Cluster, Executor, Local
 from simulator.formulas.general import require
 from simulator.serving.arrivals import ArrivalFile
@@ -109,21 +110,20 @@ class PointVerdict:
     outcomes: Sequence[Mapping[str, Any]]
     share: float
     """Share of the requests that must be within the SLO."""
-    within: float = field(init=False)
-    """Share of requests within the SLO, mean over replications."""
-    low: float = field(init=False)
-    """Lower end of its 95% interval; NaN with one replication."""
-    high: float = field(init=False)
-    """Upper end of it."""
 
-    def __post_init__(self) -> None:
-        self.within, self.low, self.high = t_interval([o["within"] for o in self.outcomes])
+    @cached_property
+    def within(self) -> Interval:
+        """Share of requests within the SLO: mean over replications, and its 95% interval.
+
+        The ends are NaN with one replication.
+        """
+        return t_interval([o["within"] for o in self.outcomes])
 
     @property
     def kept(self) -> bool:
         """Return True if enough requests are within the SLO, and the replicas keep up."""
         overloaded = sum(o["overloaded"] for o in self.outcomes)
-        return self.within >= self.share and 2 * overloaded < len(self.outcomes)
+        return self.within.value >= self.share and 2 * overloaded < len(self.outcomes)
 
     @property
     def too_short(self) -> str:
@@ -136,9 +136,9 @@ class PointVerdict:
                 f"requests arrive over {span:.3g} s, and the slowest twentieth take {slowest:.3g} s"
             )
         late = t_interval([o["within_late"] for o in self.outcomes])
-        bound = late[2] if math.isfinite(late[2]) else late[0]
+        bound = late.high if math.isfinite(late.high) else late.value
         if self.kept and bound < self.share:
-            return f"{late[0]:.1%} of the later half meet the SLO: the queue still grows"
+            return f"{late.value:.1%} of the later half meet the SLO: the queue still grows"
         return ""
 
     def mean(self, name: str, quantile: str | None = None) -> float:
@@ -369,15 +369,15 @@ def find_answer(
     share = verdicts[count].share
     low: int | None = None
     high: int | None = None
-    if math.isfinite(verdicts[count].low):
+    if math.isfinite(verdicts[count].within.low):
         low = high = count
         while low > 1:
             if low - 1 not in verdicts:
                 verdicts[low - 1] = yield points(low - 1)
-            if verdicts[low - 1].high < share:
+            if verdicts[low - 1].within.high < share:
                 break
             low -= 1
-        while high is not None and verdicts[high].low < share:
+        while high is not None and verdicts[high].within.low < share:
             high = high + 1 if high < min(2 * count + 4, most) else None
             if high is not None and high not in verdicts:
                 verdicts[high] = yield points(high)
@@ -393,7 +393,7 @@ def find_shares(ask: Ask, rates: Sequence[float], requests: int) -> Search[list[
     found = []
     for rate in rates:
         verdict = yield ask(1, rate, requests, ENOUGH)
-        found.append(verdict.within)
+        found.append(verdict.within.value)
     return found
 
 
@@ -481,9 +481,8 @@ def plan_rows(
             "ttft_target_s": targets.ttft_s, "tpot_target_s": targets.tpot_s,
             "share": targets.share, "replicas": count,
             "replicas_lo": found.low, "replicas_hi": found.high,
-            "within_targets": verdict.within, "within_targets_lo": verdict.low,
-            "within_targets_hi": verdict.high, "within_alone": starts[name].alone.within,
-            "rate_limit": found.limit,
+            **verdict.within.columns("within_targets"),
+            "within_alone": starts[name].alone.within.value, "rate_limit": found.limit,
             "rate_per_replica": found.limit / count if count else math.nan,
             "saved": None if others is None or count is None else others - count,
             "stops_saving": (stops := _stops(compared, plain, name)), "saves_at": _saves_at(stops),

@@ -18,11 +18,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.arrays import Floats
-from simulator.bootstrap import gain, rate_ratio
+from simulator.bootstrap import Interval, gain, rate_ratio
 from simulator.bootstrap import resamples as draws
 from simulator.executors import results_of
 from simulator.pricing import Priced, autoregressive, price
-from traces.aliases import Count, silent
+from traces.aliases import Count, Row, silent
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
@@ -110,7 +110,7 @@ def speedups_over(plain: Priced, run: Priced) -> Floats:
 
 def gains_over(
     rival: Priced, runs: Sequence[Priced], *, resamples: int = 2000, prefill: bool = False
-) -> list[tuple[float, float, float]]:
+) -> list[Interval]:
     """Return seconds per token of `rival` over those of each run, with the interval of that ratio.
 
     Every resample has the same prompts for both, so what makes a prompt fast for both cancels: two
@@ -169,6 +169,16 @@ def price_all(
     parts = [partial(price, log, latency) for log in (plain, *logs)]
     shared = [latency, plain, *logs]
     return results_of(parts, len(plain) * len(parts), shared, progress)
+
+
+def row_key(row: Row) -> tuple[str, str, str]:
+    """Return what tells a row from the others: its policy, rule and source."""
+    return row["policy"], row["verify"], row["source"]
+
+
+def speedup(log: RoundLog, latency: LatencyTable) -> float:
+    """Return seconds per token of plain decoding over those of `log`."""
+    return float(price(autoregressive(log), latency).total_s / price(log, latency).total_s)
 
 
 def _sums(run: Priced, prefill: bool = False) -> Floats:

@@ -36,7 +36,7 @@ from simulator.whatif.batching import InBatches
 from simulator.whatif.cells import Prices
 from simulator.whatif.sweep import Sweep
 from tests.conftest import ROOT, Run
-from tests.serving import GRID
+from tests.serving import GRID, arrival_file
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
@@ -382,12 +382,11 @@ def test_a_drafter_of_one_pass_has_no_overlapped_mode() -> None:
         simulate(synthetic_trace(0.7, requests=4, tokens=20), latency, Fixed(2), scenario)
 
 
-BURST = "".join(f"{100 * t},64,8\n" for t in range(12) for _ in range(10))
+BURST = [f"{100 * t},64,8" for t in range(12) for _ in range(10)]
 
 
 def test_requests_of_one_timestamp_are_met_by_more_replicas(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "burst.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + BURST)
+    path = arrival_file(tmp_path / "burst.csv", *BURST)
     done = run(
         "capacity", "--policy", "autoregressive", "--latency", "const:target=0.1,draft=0.01",
         "--assume-batch-free", "--arrivals", path, "--slo", "ttft=1s", "--replications", "1",
@@ -427,7 +426,7 @@ def test_outputs_of_one_token_have_no_time_between_tokens(run: Run, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("cut.csv.gz", gzip.compress(BURST.encode() * 50)[:200]),
+        ("cut.csv.gz", gzip.compress("\n".join(BURST * 50).encode())[:200]),
         ("bad.csv.zip", b"PK nonsense"),
         ("bad.csv.xz", b"nonsense" * 50),
     ],
@@ -441,11 +440,8 @@ def test_damaged_archives_of_arrivals_are_one_line(
 
 
 def test_dates_over_a_change_of_the_clock_are_read(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "tz.csv"
-    path.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2024-03-31T01:59:59+01:00,64,8\n2024-03-31T03:00:00+02:00,64,8\n"
-    )
+    dates = ("2024-03-31T01:59:59+01:00,64,8", "2024-03-31T03:00:00+02:00,64,8")
+    path = arrival_file(tmp_path / "tz.csv", *dates)
     done = run("serve", *PLAIN, "--arrivals", path, "--json", "-").ok()
     assert done.rows[0]["rate"] == pytest.approx(1.0)
 
@@ -478,14 +474,21 @@ def test_any_rate_can_be_planned_for(run: Run) -> None:
     assert "with the most replicas tried" in done.err
 
 
-def test_refused_requests_of_the_warm_up_do_not_count(tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("capacity", "--slo", "ttft=60s,p=0.7", "--replications", "1", "--max-replicas", "4"),
+        ("serve", "--slo", "ttft=60s"),
+    ],
+)
+def test_refused_requests_miss_the_targets_and_those_of_the_warm_up_do_not_count(
+    command: tuple[str, ...], tmp_path: Path, run: Run
+) -> None:
     """Every fourth request is too large for the cache: a quarter is late, warm-up or not."""
-    path = tmp_path / "sizes.csv"
-    rows = "".join(f"{10 * i},{4000 if i % 4 == 3 else 64},8\n" for i in range(400))
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    rows = [f"{10 * i},{4000 if i % 4 == 3 else 64},8" for i in range(400)]
     done = run(
-        "capacity", *PLAIN, "--arrivals", path, "--slo", "ttft=60s,p=0.7", "--replications", "1",
-        "--max-batch", "1", "--kv-blocks", "100", "--max-replicas", "4", "--json", "-",
+        *command, *PLAIN, "--arrivals", arrival_file(tmp_path / "sizes.csv", *rows),
+        "--max-batch", "1", "--kv-blocks", "100", "--json", "-",
     ).ok()  # fmt: skip
     assert done.rows[0]["within_targets"] == pytest.approx(0.75, abs=0.005)
 
@@ -560,23 +563,10 @@ def test_notes_say_what_cost_nothing_and_what_was_not_measured() -> None:
         assert "outside the measured sizes" in said
 
 
-def test_refused_requests_miss_the_targets_in_serve_too(tmp_path: Path, run: Run) -> None:
-    path = tmp_path / "sizes.csv"
-    rows = "".join(f"{10 * i},{4000 if i % 4 == 3 else 64},8\n" for i in range(400))
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
-    done = run(
-        "serve", *PLAIN, "--arrivals", path, "--slo", "ttft=60s", "--max-batch", "1",
-        "--kv-blocks", "100", "--json", "-",
-    ).ok()  # fmt: skip
-    assert done.rows[0]["within_targets"] == pytest.approx(0.75, abs=0.005)
-
-
 def test_the_rate_of_a_file_is_that_of_what_arrives(run: Run, tmp_path: Path) -> None:
     """A hundred requests at ten a second, then as many at one in a hundred seconds."""
-    path = tmp_path / "arrivals.csv"
     times = [*(0.1 * i for i in range(100)), *(10 + 100.0 * i for i in range(1, 101))]
-    rows = "".join(f"{t},64,8\n" for t in times)
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    path = arrival_file(tmp_path / "arrivals.csv", *(f"{t},64,8" for t in times))
     words = ("serve", *PLAIN, "--arrivals", path, "--requests", "100", "--json", "-")
     done = run(*words).ok()
     assert done.rows[0]["rate"] == pytest.approx(10, rel=0.02)
@@ -671,10 +661,7 @@ def test_no_speculation_in_an_engine_of_runs_pays_for_its_drafter() -> None:
 def test_a_file_that_every_replica_serves_in_time_needs_no_more_requests(
     run: Run, tmp_path: Path
 ) -> None:
-    path = tmp_path / "few.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
-        f"{t},100,50\n" for t in range(3)
-    ))  # fmt: skip
+    path = arrival_file(tmp_path / "few.csv", *(f"{t},100,50" for t in range(3)))
     done = run(
         "capacity", *PLAIN, "--arrivals", path, "--slo", "tpot=60s", "--replications", "1"
     ).ok()  # fmt: skip

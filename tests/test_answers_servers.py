@@ -14,10 +14,10 @@ from policies.lengths.basic import Fixed
 from simulator.aggregate.advice import PredictedSpeed, predicted
 from simulator.aggregate.benches import _length, read_benches
 from simulator.aggregate.doctor import diagnose
-from simulator.aggregate.hazard import Interval
 from simulator.aggregate.observed import read_acceptance
 from simulator.aggregate.positions import Positions, of_trace
 from simulator.aggregate.server import ServerRun, calibrate
+from simulator.bootstrap import Interval
 from simulator.tune.breakeven import grid, measured_surface
 from simulator.tune.costs import fixed_logs, price_grid
 from simulator.tune.formats import read_settings

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from commands.capacity import headline, remarks, shown
 from policies.lengths.basic import Autoregressive, Fixed
+from simulator.bootstrap import Interval
 from simulator.capacity import (
     Point,
     PointRunner,
@@ -300,7 +301,7 @@ class Lenient:
     each replica a little less over fewer of them."""
 
     share = 0.9
-    low, high = 0.85, 0.95
+    within = Interval(0.9, 0.85, 0.95)
 
     def __init__(self, point: Any) -> None:
         count, rate, _, most = point

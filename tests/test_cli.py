@@ -234,7 +234,7 @@ def test_without_torch_simulate_check_and_serve_work(recorded: Path) -> None:
 def test_printing_never_fails(closed: str, encoding: str, said: str) -> None:
     """Neither where the streams are closed, nor where they lack a character."""
     done = subprocess.run(
-        f"{sys.executable} -m draftsim list --columns {closed}", shell=True, cwd=ROOT,
+        f"{sys.executable} -m draftsim list columns {closed}", shell=True, cwd=ROOT,
         capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONIOENCODING": encoding},
     )  # fmt: skip
@@ -257,7 +257,7 @@ def test_importing_logs_of_other_tools(run: Run, tmp_path: Path) -> None:
 
 
 def test_list_shows_devices_and_published_times(run: Run) -> None:
-    devices = run("list", "--devices", "--json", "-").rows
+    devices = run("list", "devices", "--json", "-").rows
     assert {"a100-80gb", "h100", "h200", "h800", "rtx-3090"} <= {d["name"] for d in devices}
-    published = run("list", "--published", "--json", "-").rows
+    published = run("list", "published", "--json", "-").rows
     assert all({"table", "published", "ours", "error"} <= set(row) for row in published)

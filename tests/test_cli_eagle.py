@@ -143,18 +143,23 @@ def test_a_run_takes_in_further_drafters_of_a_kind(
 
 
 def test_what_is_amiss_is_one_line(run: Run, drafters: Path, tmp_path: Path) -> None:
-    out = ("--out", tmp_path / "run")
+    out, own = ("--out", tmp_path / "run"), f"eagle2:model={drafters / 'one'}"
     for options, message in (
         (("--source", "eagle"), "names no drafter: give its folder"),
         (("--source", "pld", "--exit-layers"), "pld has nothing to set in a recording"),
         (("--source", "eagle:model=a/x", "--source", "eagle:model=b/x"), "are called x"),
         (("--source", f"eagle:model={drafters}", "--latency-only"),
          "--source belongs to `draftsim profile sources`"),
+        (("--source", "eagle2"), "names no drafter: give its folder, eagle2:model=DIR"),
+        (("--source", own, "--temperature", "1"), "along greedy output alone"),
+        (("--source", own, "--source", f"{own},topk=3"), "are called one"),
+        (("--source", own, "--latency-only"), "--source belongs to `draftsim profile sources`"),
     ):  # fmt: skip
         refused = run(*ONE_PROMPT, *out, *options)
         assert message in refused.refusal
-    refused = run("simulate", "--trace", "bundled", "--source", "eagle")
-    assert "draftsim profile --source eagle:model=DIR" in refused.refusal
+    for source in ("eagle", "eagle2"):
+        refused = run("simulate", "--trace", "bundled", "--source", source)
+        assert f"draftsim profile --source {source}:model=DIR" in refused.refusal
 
 
 def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(
@@ -218,18 +223,3 @@ def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(
         assert message in refused.refusal
     assert run(*ONE_PROMPT, "--out", out, "--latency-only").code == 0
     assert read_latency(out / "latency.parquet").has("eagle2.three", "tree")
-
-
-def test_what_is_amiss_with_trees_is_one_line(run: Run, drafters: Path, tmp_path: Path) -> None:
-    out = ("--out", tmp_path / "run")
-    own = f"eagle2:model={drafters / 'one'}"
-    for options, message in (
-        (("--source", "eagle2"), "names no drafter: give its folder, eagle2:model=DIR"),
-        (("--source", own, "--temperature", "1"), "along greedy output alone"),
-        (("--source", own, "--source", f"{own},topk=3"), "are called one"),
-        (("--source", own, "--latency-only"), "--source belongs to `draftsim profile sources`"),
-    ):
-        refused = run(*ONE_PROMPT, *out, *options)
-        assert message in refused.refusal
-    refused = run("simulate", "--trace", "bundled", "--source", "eagle2")
-    assert "draftsim profile --source eagle2:model=DIR" in refused.refusal

@@ -258,7 +258,7 @@ def commands(folder: Path) -> dict[str, tuple[object, ...]]:
             "--resamples", 2,
         ),
         "ladder": ("sweep", "ladder", "--trace", folder, *FEW, "--resamples", 10),
-        "list": ("list", "--rules"),
+        "list": ("list", "rules"),
         "recorded": ("validate", "recorded", folder / "unpacked"),
         "papers": ("papers", "--trace", folder, "--table", "Table 2", "--no-missing"),
     }  # fmt: skip
@@ -459,7 +459,7 @@ def test_a_folded_heading_is_the_same_column() -> None:
 
 
 def test_the_glossary_is_listed(run: Run) -> None:
-    rows = run("list", "--columns", "--json", "-").rows
+    rows = run("list", "columns", "--json", "-").rows
     assert {row["name"] for row in rows} == {*COLUMNS}
 
 

@@ -50,7 +50,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "simulate out": ("simulate", *PAIR, "--out", "t.csv"),
     "simulate json": ("simulate", *PAIR, "--json", "t.json"),
     "simulate plots": ("simulate", *PAIR, "--plots", "plots"),
-    "list": ("list", "--rules", "--out", "t.parquet"),
+    "list": ("list", "rules", "--out", "t.parquet"),
     "check": ("check", "--tokens", 1000, "--out", "t.tex"),
     "serve out": ("serve", *PAIR[:2], "--batch", 1, "--requests", 4, "--out", "t.csv"),
     "serve lines": ("serve", *PAIR[:2], "--batch", 1, "--requests", 4, "--out", "t.jsonl"),

@@ -22,6 +22,7 @@ import pytest
 import draftsim
 from commands.serve import guesses, headline, kept, shown, within_slo
 from policies.batch.base import BatchPolicy, SingleStream
+from simulator.bootstrap import Interval
 from simulator.chosen import PLAIN, every_policy, fitted, load_policies, load_serving_policies
 from simulator.serving import ClosedLoop, Scenario, read_results
 from simulator.serving.outcome.results import ResultsFile, restored
@@ -251,7 +252,7 @@ def test_the_sentence_says_where_nothing_is_faster_and_how_many_loads_there_are(
              "throughput_tok_s": 10 * speedup}
             for batch, own in speeds.items() for name, speedup in ((PLAIN, 1.0), ("svip", own))
         ]  # fmt: skip
-        return headline(rows, lambda leader: (leader.ratio - 0.1, leader.ratio + 0.1))
+        return headline(rows, lambda leader: Interval.around(leader.ratio, 0.1))
 
     assert told({1: 1.2, 8: 0.9}) == (
         "tokens/s over no speculation: at 1 request svip 1.20x (1.10 to 1.30); at 8 requests no "

@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import ROOT, Run, Serve
 from tests.kills import left_behind, session
+from traces.store.recordings import Bundled
 
 STOPPED = (
     "draftsim: stopped; nothing is half-written, and the same command continues where it can\n"
@@ -41,7 +42,7 @@ def test_a_signal_stops_as_ctrl_c_does(
         number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     )
     before = {one: signal.getsignal(one) for one in CODES}
-    monkeypatch.setattr("commands.catalogue.recording_rows", stopped)
+    monkeypatch.setattr("traces.store.recordings.recordings", stopped)
     ran = run("list")
     assert (ran.code, ran.out, ran.err) == (CODES[number], "", STOPPED)
     assert cleaned == [True]
@@ -53,8 +54,8 @@ def test_a_signal_that_is_ignored_stays_so(run: Run, monkeypatch: pytest.MonkeyP
     held = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         monkeypatch.setattr(
-            "commands.catalogue.recording_rows",
-            lambda: os.kill(os.getpid(), signal.SIGHUP) or [{"name": "one"}],
+            "traces.store.recordings.recordings",
+            lambda: os.kill(os.getpid(), signal.SIGHUP) or [Bundled("one", Path(), "")],
         )
         assert run("list").code == 0
     finally:
@@ -128,7 +129,7 @@ def test_the_end_of_a_file_is_not_ctrl_d(run: Run, monkeypatch: pytest.MonkeyPat
     def ended() -> None:
         raise EOFError("no data left in file")
 
-    monkeypatch.setattr("commands.catalogue.recording_rows", ended)
+    monkeypatch.setattr("traces.store.recordings.recordings", ended)
     with pytest.raises(EOFError, match="no data left"):
         run("list")
 

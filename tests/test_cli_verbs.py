@@ -87,6 +87,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("sweep", ("--ladder", "--jobs", 1, "--seed", 3), ("ladder", "--seed", 3)),
         ("sweep", ("--tune", "--policy", "fixed:gamma={1,2}"),
          ("tune", "--policy", "fixed:gamma={1,2}")),
+        ("list", ("--json", "-"), ("recordings", "--json", "-")),
+        *(("list", ("--json", "-", f"--{verb}"), (verb, "--json", "-"))
+          for verb in COMMANDS["list"].verbs if verb != "recordings"),
         ("papers", ("--missing",), ("tables", "--missing")),
         ("papers", ("--measured", "--table", "T"), ("measured", "--table", "T")),
         ("papers", ("--logs", "f"), ("measured", "--logs", "f")),
@@ -135,6 +138,8 @@ def test_options_choose_the_verb_that_is_not_named(
          "--prompts belongs to `draftsim profile pair` or"),
         ("sweep --c 0.1 --tune", "--c belongs to `draftsim sweep grid`; --tune chooses"),
         ("sweep ladder --latency a --latency b", "sweep ladder` takes one --latency: drop"),
+        ("list --policies --rules",
+         "--policies belongs to `draftsim list policies`; --rules chooses `draftsim list rules`"),
         ("simulate rounds", "Missing argument"),
         ("simulate --tokenizer t", "--tokenizer belongs to `draftsim simulate phases`; this is"),
         ("profile engin", "No such command 'engin'. Did you mean 'engine'?"),

@@ -107,7 +107,7 @@ def test_a_device_stays_a_device(option: str, device: Path, synthetic_run: Path,
         report = ("report", "--no-serve", "--run", synthetic_run, "--resamples", 2)
         ran = run(*report, "--policy", "fixed:gamma=2", "--out", device)
     else:
-        ran = run("list", "--rules", "--json", device)
+        ran = run("list", "rules", "--json", device)
     assert ran.code == 0, ran.err
     assert stat.S_ISCHR(device.stat().st_mode)
     assert [p.name for p in device.parent.iterdir()] == ["device"]
@@ -119,7 +119,7 @@ def test_rows_go_through_a_fifo(tmp_path: Path, run: Run) -> None:
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append(fifo.read_bytes()))
     reader.start()
-    assert run("list", "--rules", "--json", fifo).code == 0
+    assert run("list", "rules", "--json", fifo).code == 0
     reader.join()
     assert read[0].startswith(b'{\n  "schema": 1')
     assert stat.S_ISFIFO(fifo.stat().st_mode)

@@ -437,10 +437,10 @@ def test_ratios_of_a_draft_and_a_target_are_nearer_than_times_in_graphs() -> Non
 
 
 def test_formats_and_runs_are_listed(run: Run) -> None:
-    listed = run("list", "--weight-formats", "--json", "-")
+    listed = run("list", "weight-formats", "--json", "-")
     assert {row["name"] for row in listed.rows} == set(FORMATS)
     assert all(row["bits"] <= 16 and row["source"] for row in listed.rows)
-    tables = {row["table"] for row in run("list", "--published", "--json", "-").rows}
+    tables = {row["table"] for row in run("list", "published", "--json", "-").rows}
     assert {f"{study.name}, ms" for study in STUDIES if study is not GAMMATUNE} <= tables
     assert "GammaTune 1, ms" in tables
     measured = run("papers", "measured", "--table", "Qwen2.5, vLLM", "--json", "-")

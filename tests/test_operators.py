@@ -337,7 +337,7 @@ def test_the_first_line_says_what_is_measured(run: Run) -> None:
 
 
 def test_devices_say_what_is_measured(run: Run) -> None:
-    rows = {row["name"]: row for row in run("list", "--devices", "--json", "-").rows}
+    rows = {row["name"]: row for row in run("list", "devices", "--json", "-").rows}
     assert rows["l4"]["latencies"] == "roofline (--gpu)"
     assert rows["h800"]["measured"].startswith("operators of h100")
     assert "llama-2-70b (TP 1, 2, 4, 8)" in rows["a100-80gb"]["measured"]

@@ -97,15 +97,18 @@ def test_the_maps_of_batches_are_the_tables(opened: Browser) -> None:
         assert hatched == sum(s < 1 for row in cells["speedup"] for s in row)
 
 
-def test_without_signals_alpha_is_tilted_all_the_same(browser: Browser, tmp_path: Path) -> None:
+def page(path: Path, draft_s: float) -> Path:
+    """The report of a trace without signals, by the seconds of a draft pass."""
     trace = synthetic_trace(0.7, requests=12, tokens=60)
     log = replay(trace, parse_policy("fixed:gamma=2"), name="fixed:gamma=2")
-    path = tmp_path / "plain.html"
-    path.write_text(
-        build_report(trace, LatencyTable.constant(1.0, 0.1), [log], resamples=20), encoding="utf-8"
-    )
+    latency = LatencyTable.constant(1.0, draft_s)
+    path.write_text(build_report(trace, latency, [log], resamples=20), encoding="utf-8")
+    return path
+
+
+def test_without_signals_alpha_is_tilted_all_the_same(browser: Browser, tmp_path: Path) -> None:
     browser.console()
-    browser.open(path, 400, 800)
+    browser.open(page(tmp_path / "plain.html", 0.1), 400, 800)
     move(browser, "alpha", "ArrowLeft", 4)
     assert browser.text("#out-tilted").endswith("×")
     assert rows_of(browser, "map-alpha")
@@ -113,14 +116,8 @@ def test_without_signals_alpha_is_tilted_all_the_same(browser: Browser, tmp_path
 
 
 def test_free_drafts_are_left_of_the_maps(browser: Browser, tmp_path: Path) -> None:
-    trace = synthetic_trace(0.7, requests=12, tokens=60)
-    log = replay(trace, parse_policy("fixed:gamma=2"), name="fixed:gamma=2")
-    path = tmp_path / "free.html"
-    path.write_text(
-        build_report(trace, LatencyTable.constant(1.0, 0.0), [log], resamples=20), encoding="utf-8"
-    )
     browser.console()
-    browser.open(path)
+    browser.open(page(tmp_path / "free.html", 0.0))
     assert browser.text("#out-even-alpha") == "any"
     for name in ("map-recorded", "map-alpha"):
         drawn = browser.run("return document.getElementById(arguments[0]).innerHTML", name)

@@ -65,10 +65,18 @@ def test_curves_and_table_meet_at_the_pairs_own_ratios() -> None:
         assert float(speedup_at(sums, own.ratio / 2, own.verify)[0]) == pytest.approx(half)
 
 
-def test_without_a_host_the_carried_model_is_the_textbooks() -> None:
-    table = LatencyTable.constant(0.02, 0.002, 0.026)
+@pytest.mark.parametrize(
+    ("table", "own"),
+    [
+        (LatencyTable.constant(0.02, 0.002, 0.026), OwnRatios(0.1, 1.3, 0.02)),
+        # Free drafts are carried over by their passes.
+        (LatencyTable.constant(0.02, 0.0), OwnRatios(0.0, 1.0, 0.02)),
+    ],
+)
+def test_without_a_host_the_carried_model_is_the_textbooks(
+    table: LatencyTable, own: OwnRatios
+) -> None:
     plain = price(autoregressive(logs()[0]), table)
-    own = OwnRatios(0.1, 1.3, 0.02)
     for log in logs():
         found = carried_sums(price(log, table), plain, own)
         np.testing.assert_allclose(found, ratio_sums(log), rtol=1e-9, atol=1e-9)
@@ -79,14 +87,6 @@ def test_a_pair_without_a_ratio_cannot_be_carried_over() -> None:
     plain = price(autoregressive(logs()[0]), table)
     with pytest.raises(DraftsimError, match="c of this pair is 0"):
         carried_sums(price(logs()[0], table), plain, OwnRatios(0.0, 1.0, 0.02))
-
-
-def test_free_drafts_are_carried_over_by_their_passes() -> None:
-    table = LatencyTable.constant(0.02, 0.0)
-    plain = price(autoregressive(logs()[0]), table)
-    for log in logs():
-        found = carried_sums(price(log, table), plain, OwnRatios(0.0, 1.0, 0.02))
-        np.testing.assert_allclose(found, ratio_sums(log), rtol=1e-9, atol=1e-9)
 
 
 def test_sliders_begin_at_this_pair() -> None:

@@ -27,6 +27,16 @@ from traces.errors import DraftsimError
 DEPTHS = (1, 3, 5)
 
 
+def learnt(
+    module: Any, chats: Chats, folder: Path, steps: int = 14, warmup: int = 4
+) -> list[dict[str, Any]]:
+    """Train `module` for a few steps, and return its curve, in which the loss falls."""
+    plan = TrainingPlan(steps=steps, tokens=600, warmup=warmup, report_every=steps // 2)
+    curve = fit(module, chats, plan, folder)
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    return curve
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
     """Model, tokenizer, and their folder."""
@@ -143,9 +153,7 @@ def test_the_draft_model_learns_and_becomes_an_ordinary_folder(
     chats = Chats(chats_folder, 2, BOTH)
     candidates = Candidates(torch.arange(model.config.vocab_size), torch.arange(0), 0)
     draft = _draft(model, chats, candidates)
-    plan = TrainingPlan(steps=20, tokens=600, warmup=5, report_every=10)
-    curve = fit(draft, chats, plan, tmp_path / "k")
-    assert curve[-1]["loss"] < curve[0]["loss"]
+    learnt(draft, chats, tmp_path / "k", steps=20, warmup=5)
     store_draft(draft, tmp_path / "draft.safetensors")
     write_folder(tmp_path / "draft.safetensors", folder, tmp_path / "made")
     made: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
@@ -208,9 +216,7 @@ def test_feature_drafters_learn_and_are_read_back(
         candidates = Candidates(torch.arange(100), torch.arange(100, vocabulary), 40)
         drafter = eagles.new_eagle(model, chats)
     module = eagles.Unrolled(drafter, model.get_output_embeddings().weight.detach(), candidates, 3)
-    plan = TrainingPlan(steps=14, tokens=600, warmup=4, report_every=7)
-    curve = fit(module, chats, plan, tmp_path / "kept")
-    assert curve[-1]["loss"] < curve[0]["loss"]
+    curve = learnt(module, chats, tmp_path / "kept")
     assert len(curve[-1]["held_out"]) == 3
     trained = module.finished()
     store_drafter(trained, tmp_path / "stored.safetensors")
@@ -259,9 +265,7 @@ def test_mtp_learns_as_one_module_and_as_several(
         if modules > 1:
             drafter = eagles.in_turn(model, drafter, modules)
         module = eagles.Unrolled(drafter, head, candidates, max(2, modules))
-        plan = TrainingPlan(steps=14, tokens=600, warmup=4, report_every=7)
-        curve = fit(module, chats, plan, tmp_path / f"kept{modules}")
-        assert curve[-1]["loss"] < curve[0]["loss"]
+        learnt(module, chats, tmp_path / f"kept{modules}")
         module.finished()
         store_drafter(drafter, tmp_path / "stored.safetensors")
         write_folder(tmp_path / "stored.safetensors", folder, tmp_path / f"made{modules}")
@@ -295,9 +299,7 @@ def test_heads_learn(
         there = batch.weights > 0
         wanted = (lens == own)[there].float().mean()
         torch.testing.assert_close(module.loss(batch)[1][1], wanted, rtol=0, atol=0.02)
-    plan = TrainingPlan(steps=14, tokens=600, warmup=4, report_every=7)
-    curve = fit(module, chats, plan, tmp_path / "kept")
-    assert curve[-1]["loss"] < curve[0]["loss"]
+    curve = learnt(module, chats, tmp_path / "kept")
     assert len(curve[-1]["held_out"]) == (2 if kind == "exit" else AHEAD[kind])
 
 
@@ -316,9 +318,7 @@ def test_kangaroo_learns_from_the_logit_lens_on(
     own = model.lm_head(batch.states).argmax(-1)
     wanted = (lens == own)[batch.weights > 0].float().mean()
     torch.testing.assert_close(module.loss(batch)[1][0], wanted, rtol=0, atol=0.02)
-    plan = TrainingPlan(steps=14, tokens=600, warmup=4, report_every=7)
-    curve = fit(module, chats, plan, tmp_path / "kept")
-    assert curve[-1]["loss"] < curve[0]["loss"]
+    learnt(module, chats, tmp_path / "kept")
 
 
 def test_parallel_heads_read_the_state_behind_which_they_are_asked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,23 @@ from simulator.whatif.tilt_fidelity import (
     summarize_error,
     tilt_errors,
 )
-from tests.tilted import bursty, tilter
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import MISMATCH, Trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
+
+
+@cache
+def bursty(seed: int = 0, easy: float = 0.95, hard: float = 0.4) -> Trace:
+    """Easy and hard stretches, with signals that say part of it."""
+    return synthetic_trace(
+        Bursty(easy, hard), requests=30, tokens=150, concentration=8.0, seed=seed, eos_fraction=0.3
+    )
+
+
+@cache
+def tilter(method: Any = "coupled") -> Tilter:
+    return Tilter(bursty(), method)
 
 
 def block_efficiency(trace: Trace, gamma: int) -> RatioEstimate:

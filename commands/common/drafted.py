@@ -11,6 +11,7 @@ from commands.common.output import remark
 from policies.spec import assignments
 from traces.digits import counted
 from traces.errors import DraftsimError
+from traces.store.identity import ROLES
 from traces.store.recordings import find_latency, folder_of, given_name
 
 if TYPE_CHECKING:
@@ -182,6 +183,6 @@ def weight_formats(text: str | None) -> dict[str, WeightFormat]:
     if text is None:
         return {}
     if "=" not in text:
-        return dict.fromkeys(("target", "draft"), find_format(text))
-    given = assignments(text, f"--weights {text}", ("target", "draft"), "model")
+        return dict.fromkeys(ROLES, find_format(text))
+    given = assignments(text, f"--weights {text}", ROLES, "model")
     return {role: find_format(name) for role, name in given.items()}

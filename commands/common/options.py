@@ -84,7 +84,7 @@ SourceOption = Annotated[
     typer.Option(
         "--source", metavar="S",
         help="Draft with this source, name[:key=value,...], instead of the draft model "
-        "(`draftsim list --sources`).",
+        "(`draftsim list sources`).",
     ),
 ]  # fmt: skip
 AssumeOption = Annotated[
@@ -115,7 +115,7 @@ GpuOption = Annotated[
     typer.Option(
         "--gpu", metavar="NAME",
         help="Extrapolate latencies measured on another GPU to this one, approximately (`draftsim "
-        "list --devices`). `sweep` takes several, separated by commas.",
+        "list devices`). `sweep` takes several, separated by commas.",
     ),
 ]  # fmt: skip
 WeightsOption = Annotated[
@@ -123,7 +123,7 @@ WeightsOption = Annotated[
     typer.Option(
         "--weights", metavar="FORMAT",
         help="Extrapolate latencies to weights in this format, approximately: awq-int4, fp8, ... "
-        "for both models, or target=...,draft=... (`draftsim list --weight-formats`).",
+        "for both models, or target=...,draft=... (`draftsim list weight-formats`).",
     ),
 ]  # fmt: skip
 PolicyOption = Annotated[
@@ -131,14 +131,14 @@ PolicyOption = Annotated[
     typer.Option(
         "--policy", metavar="P",
         help="name[:key=value,...], FILE.py:Class[:...] for a policy of your own, or the name "
-        "of a paper's method; repeatable; all = every policy (`draftsim list --policies`).",
+        "of a paper's method; repeatable; all = every policy (`draftsim list policies`).",
     ),
 ]  # fmt: skip
 VerifyOption = Annotated[
     str | None,
     typer.Option(
         "--verify", metavar="RULE",
-        help="Verification rule, name[:key=value,...] (`draftsim list --rules`). Default: "
+        help="Verification rule, name[:key=value,...] (`draftsim list rules`). Default: "
         "lossless.",
     ),
 ]  # fmt: skip

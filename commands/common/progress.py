@@ -47,15 +47,12 @@ def progress_bar(alone: bool = False) -> Bar:
     return Bar(columns, alone)
 
 
-Say = Callable[..., None]
-"""Says what comes next and, where it is counted, how much is done and of how much."""
-
-
 @contextmanager
-def working(first: str, alone: bool = False) -> Iterator[Say]:
+def working(first: str, alone: bool = False) -> Iterator[Callable[..., None]]:
     """Show what is being computed, how far and for how long, and nothing when it is done.
 
-    Gives a function that says what comes next; `alone` as in `progress_bar`.
+    Gives a function that says what comes next and, where it is counted, how much is done and of how
+    much; `alone` as in `progress_bar`.
     """
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), _Count()
     with Bar((*columns, TimeElapsedColumn()), alone, transient=True) as bar:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note, remark
+from traces.digits import counted
 from traces.machine import BUSY, State, describe_machine, differ, machine_label, slowdown
 
 if TYPE_CHECKING:
@@ -82,14 +83,14 @@ def say_texts(rows: Sequence[Mapping[Any, Any]]) -> None:
     ]
     if drafts := sum(row.get("drafts_diverged") or 0 for row in rows):
         note(
-            f"{drafts} {'draft' if drafts == 1 else 'drafts'} diverged at a near-tie of the draft "
-            "model; later rounds of those requests are not compared"
+            f"{counted(drafts, 'draft')} diverged at a near-tie of the draft model; later rounds "
+            "of those requests are not compared"
         )
     if not found:
         return
     named = "; ".join(f"{one} under {text}" for one, text in found[:3])  # the JSON names all
     rest = f"; {len(found) - 3} more" if len(found) > 3 else ""
-    note(f"{len(found)} {'text' if len(found) == 1 else 'texts'} diverged: {named}{rest}")
+    note(f"{counted(len(found), 'text')} diverged: {named}{rest}")
     out = 0 if "load" in rows[0] else max(r["requests_left_out"] for r in rows if _diverged(r))
     left_out = "every request diverged under some policy, so none is left out of the seconds"
     if out:

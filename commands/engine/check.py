@@ -18,6 +18,7 @@ import numpy as np
 
 from commands.common.output import note, say_launch
 from commands.common.progress import progress_bar, working
+from commands.engine.options import named_loads
 from policies.registry import NO_SPECULATION, PLAIN
 from traces.acceptance.trace import Trace
 from traces.digits import counted
@@ -380,7 +381,6 @@ def try_settings(
     """
     from profiler.engines.engine import find_engine
     from simulator.engines import Workload, with_defaults
-    from simulator.serving import ClosedLoop
 
     kind = find_engine(ENGINE)
     options = engine_options(latency, trace, kind)
@@ -388,8 +388,7 @@ def try_settings(
         raise DraftsimError(
             f"--batch {max(large)} is more than the {options.max_batch} requests the engine runs"
         )
-    batches = sorted({row["batch"] for row in tuned.rows})
-    loads = {f"closed:{batch}": ClosedLoop(batch) for batch in batches}
+    loads = named_loads("closed:" + ",".join(str(row["batch"]) for row in tuned.rows))
     work = Workload(trace, {}, loads, requests, repeats, seed)
     # Before the engine that is stepped by hand: a GPU holds one of them.
     plain = run_apart(kind, options, work) if defaults else None

@@ -191,7 +191,7 @@ class CheckedEngine:
 
 
 def named_loads(
-    load: str | None, rate: str | None, file: Path | None = None
+    load: str | None, rate: str | None = None, file: Path | None = None
 ) -> dict[str, Arrivals]:
     """Return loads by name: ``closed:4``, ``rate:2.5``, ``arrivals:FILE`` for the times of a file.
 

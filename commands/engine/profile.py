@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
 from commands.common.progress import progress_bar
+from commands.engine.options import named_loads
 from profiler.engines.cells import SAMPLE, EngineGrid
 from profiler.engines.engine import EngineKind, EngineOptions, find_engine
 from profiler.engines.measure import EngineTable
@@ -82,12 +83,12 @@ def profile_engine(
 def plain_load(load: str) -> Workload:
     """Return a closed loop of plain requests, ``closed:N``."""
     from simulator.engines import Workload
-    from simulator.serving import ClosedLoop
 
-    concurrency = int(load.partition(":")[2])
-    requests = max(4, concurrency)
+    loads = named_loads(load)
+    [loop] = loads.values()
+    requests = max(4, loop.concurrency or 0)
     trace = synthetic_trace(requests=requests, tokens=PLAIN_TOKENS, prompt_length=PLAIN_TOKENS)
-    return Workload(trace, {}, {load: ClosedLoop(concurrency)}, requests, REPEATS)
+    return Workload(trace, {}, loads, requests, REPEATS)
 
 
 def default_speeds(kind: EngineKind, options: EngineOptions) -> Apart:

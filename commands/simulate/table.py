@@ -10,6 +10,7 @@ from commands.common import printed
 from commands.common.columns import COLUMNS
 from commands.common.written import Shown
 from policies.registry import PLAIN, is_bound
+from simulator.summary import row_key
 from simulator.whatif.ranking import BEST_FIXED, are_bounds, is_called, lossless, winner
 from traces.aliases import Row
 from traces.digits import three_digits
@@ -285,14 +286,10 @@ def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[st
 
 def category_rows(overall: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
     """Return those of `rows`, by category, in the order of `overall`, but for plain decoding."""
-    own = {(row["category"], *_key(row)): row for row in rows}
-    drafting = [_key(row) for row in overall if row["policy"] != PLAIN]
+    own = {(row["category"], *row_key(row)): row for row in rows}
+    drafting = [row_key(row) for row in overall if row["policy"] != PLAIN]
     categories = dict.fromkeys(row["category"] for row in rows)
     return [own[one, *key] for one in categories for key in drafting if (one, *key) in own]
-
-
-def _key(row: Row) -> tuple[str, ...]:
-    return row["policy"], row["verify"], row["source"]
 
 
 def _speed(row: Row) -> str:

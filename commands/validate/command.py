@@ -116,7 +116,7 @@ def sources(
     if source is None and not systems:
         raise DraftsimError(
             "no source is named: add --source NAME, or a --policy that has one of its own "
-            "(`draftsim list --sources`)"
+            "(`draftsim list sources`)"
         )
     check(asked, partial(SourceRuns, source=source), policies, remeasure)
 

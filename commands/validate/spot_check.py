@@ -330,6 +330,7 @@ class LossyRuns(RealRuns):
         """Add the error of the replay, and the quality of the outputs."""
         from profiler.checks.differences import answers_to, rounds_differ
         from profiler.checks.spot_check import real_run
+        from simulator.summary import speedup
         from traces.store.outputs import quality
 
         del progress
@@ -353,13 +354,6 @@ class LossyRuns(RealRuns):
         say_memory([*measured.logs.values()])
         say_unjudged(self.latency)
         return pd.concat([rows, pd.DataFrame(extra)], axis=1).assign(rounds_differ=differ)
-
-
-def speedup(log: RoundLog, latency: LatencyTable) -> float:
-    """Return predicted seconds per token of plain decoding over those of `log`."""
-    from simulator.pricing import autoregressive, price
-
-    return float(price(autoregressive(log), latency).total_s / price(log, latency).total_s)
 
 
 def say_verdict(rows: pd.DataFrame) -> None:

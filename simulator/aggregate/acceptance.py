@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from policies.arrays import Floats
-from simulator.aggregate.hazard import Interval, check_totals, emitted_at
+from simulator.aggregate.hazard import check_totals, emitted_at
+from simulator.bootstrap import Interval
 from simulator.formulas.leviathan import acceptance_rate
 from traces.errors import DraftsimError, FileError
 from traces.store.text import read_text

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.arrays import Floats
-from simulator.aggregate.hazard import Interval, interval_of
+from simulator.aggregate.hazard import interval_of
 from simulator.aggregate.server import ServerFit, ServerRun
+from simulator.bootstrap import Interval
 from traces.digits import counted
 
 LONGEST = 8

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.arrays import Floats
-from simulator.aggregate.hazard import ANOTHER_RUN, Interval
+from simulator.aggregate.hazard import ANOTHER_RUN
 from simulator.aggregate.positions import Positions
+from simulator.bootstrap import Interval
 
 WITHIN = 2.0
 """Variance of a rate counted over rounds of a text, over that of independent rounds."""

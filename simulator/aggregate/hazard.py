@@ -16,13 +16,13 @@ hazard's, whose posterior is nearly normal.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from policies.arrays import Floats
+from simulator.bootstrap import Interval
 from traces.acceptance.trace import MOST_DRAFTED
 from traces.errors import DraftsimError
 
@@ -157,27 +157,6 @@ def gaps(values: Floats, known: Mapping[int, float]) -> Floats:
     return np.stack(
         [np.log((1 + alive[:, k - 1]) / emitted) / SPREAD for k, emitted in known.items()], axis=1
     )
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A value and the ends of its interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def holds(self, other: float) -> bool:
-        """Return True if `other` lies within."""
-        return self.low <= other <= self.high
-
-    def scaled(self, factor: float) -> Interval:
-        """Return all three times a positive factor."""
-        return Interval(self.value * factor, self.low * factor, self.high * factor)
-
-    def columns(self, name: str) -> dict[str, float]:
-        """Return the three as columns of a row: ``name``, ``name_lo`` and ``name_hi``."""
-        return {name: self.value, f"{name}_lo": self.low, f"{name}_hi": self.high}
 
 
 def interval_of(draws: Floats, level: float) -> Interval:

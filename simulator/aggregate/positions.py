@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from policies.arrays import Floats
 from policies.lengths.basic import Fixed
-from simulator.aggregate.hazard import Interval, check_totals, emitted_at, median_survival
+from simulator.aggregate.hazard import check_totals, emitted_at, median_survival
 from simulator.aggregate.server import ServerRun, mean_lengths
+from simulator.bootstrap import Interval
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.importers.totals import Totals

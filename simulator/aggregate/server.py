@@ -41,6 +41,7 @@ import numpy.typing as npt
 
 from policies.arrays import Floats
 from simulator.aggregate import hazard
+from simulator.bootstrap import Interval
 from simulator.formulas.general import geometric_sum, require
 from simulator.formulas.leviathan import acceptance_rate
 from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
@@ -380,14 +381,14 @@ class ServerFit:
             for name, value in values.items()
         }
 
-    def intervals(self, level: float) -> dict[str, hazard.Interval]:
+    def intervals(self, level: float) -> dict[str, Interval]:
         """Return every cost that the runs determine at least partly, with its interval."""
         ends = np.quantile(self.draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
         out = {}
         for i, name in [*enumerate(COSTS), *enumerate(self.target.costs, OWN)]:
             if name in self._told:
                 low, high = np.exp(ends[:, i]) * (self.scale_s if name in SECONDS else 1.0)
-                out[name] = hazard.Interval(self.central[name], float(low), float(high))
+                out[name] = Interval(self.central[name], float(low), float(high))
         return out
 
     @cached_property

@@ -51,7 +51,7 @@ from simulator.whatif.tilt import Tilter, acceptance
 from simulator.whatif.tilt_fidelity import tilt_errors
 from traces.acceptance.trace import Trace
 from traces.aliases import Say, silent
-from traces.digits import three_digits
+from traces.digits import counted, three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import passes_always
@@ -475,7 +475,7 @@ def model_name(value: Any) -> str:
     size = value.get("parameters")
     parts = [str(value["architecture"])] if value.get("architecture") else []
     if value.get("layers"):
-        parts.append(f"{value['layers']} layer{'s' if value['layers'] != 1 else ''}")
+        parts.append(counted(value["layers"], "layer"))
     if size:
         weights = f"{size / 1e9:.2f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"
         parts.append(f"{weights} parameters")
@@ -531,10 +531,7 @@ def carried_spans(logs: Sequence[RoundLog], latency: LatencyTable) -> dict[str, 
     if bounds is None:
         return {}
 
-    def speedup(log: RoundLog, table: LatencyTable) -> float:
-        return price(autoregressive(log), table).total_s / price(log, table).total_s
-
-    spans = {log.policy: sorted(speedup(log, table) for table in bounds) for log in logs}
+    spans = {log.policy: sorted(summary.speedup(log, table) for table in bounds) for log in logs}
     return {
         policy: f"{low:.2f} to {high:.2f} {bounds_words(latency)}"
         for policy, (low, high) in spans.items()

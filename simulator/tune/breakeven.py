@@ -18,9 +18,10 @@ import pandas as pd
 
 from policies.batch.base import IterationCost
 from simulator.aggregate.advice import informative
-from simulator.aggregate.hazard import Interval, interval_of
+from simulator.aggregate.hazard import interval_of
 from simulator.aggregate.positions import Positions
 from simulator.aggregate.server import ANY_TARGET, ServerFit, ServerRun, priors_of
+from simulator.bootstrap import Interval
 from simulator.formulas.leviathan import acceptance_rate
 from simulator.tune.formats import BY_BATCH, BY_LENGTH
 from simulator.tune.launch import TARGET, launch_line

@@ -18,7 +18,7 @@ from policies.batch.base import Policy
 from policies.lengths.basic import Autoregressive
 from policies.registry import NO_SPECULATION, PLAIN, is_bound
 from policies.rules.base import VerifyRule
-from simulator.bootstrap import CONFIDENCE, gain, half_width, ratio
+from simulator.bootstrap import CONFIDENCE, Interval, gain, half_width, ratio
 from simulator.executors import results_of
 from simulator.serving import Scenario, simulate
 from simulator.serving.scenario import FILLS
@@ -107,7 +107,7 @@ def cross_fitted(
     option: int,
     halves: tuple[int, int] | None = None,
     confidence: float = CONFIDENCE,
-) -> tuple[float, float, float]:
+) -> Interval:
     """Return the gain over `default`, with its interval, on prompts it was not chosen on.
 
     Each half of the prompts is run under the option chosen on the other half; the gain
@@ -194,7 +194,7 @@ class Against(NamedTuple):
     """True if the spread of the draws measures the uncertainty of the gain."""
 
     @property
-    def gain(self) -> tuple[float, float, float]:
+    def gain(self) -> Interval:
         """The setting's rate over that of no speculation, with its 95% interval.
 
         NaN if no speculation serves nothing that counts.
@@ -210,10 +210,9 @@ class Against(NamedTuple):
         return bool(gaps.mean() - reach > 1e-9 * self.plain.mean())
 
 
-def gain_of(ratios: Floats, told: bool = True) -> tuple[float, float, float]:
+def gain_of(ratios: Floats, told: bool = True) -> Interval:
     """Return the mean of ratios over resampled prompts, and its 95% interval; NaN if not `told`."""
-    value, reach = float(ratios.mean()), half_width(ratios) if told else float("nan")
-    return value, value - reach, value + reach
+    return Interval.around(float(ratios.mean()), half_width(ratios) if told else math.nan)
 
 
 def to_deploy(faster: bool, own_meets: bool, plain_meets: bool) -> str:
@@ -226,8 +225,6 @@ def to_deploy(faster: bool, own_meets: bool, plain_meets: bool) -> str:
         return ON
     return OFF if plain_meets else MISSED
 
-
-Span = tuple[float, float]
 
 FEWEST = 200
 """Fewest requests of a load served again on resampled prompts."""
@@ -314,7 +311,7 @@ def _ratio(row: Row, closed: bool) -> float:
 def interval_over_prompts(
     leader: Leader, trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy],
     scenarios: Sequence[Scenario], rule: VerifyRule | None,
-) -> Span | None:  # fmt: skip
+) -> Interval | None:  # fmt: skip
     """Return the 95% interval of a leader's ratio, None for fewer than two prompts.
 
     The leader and no speculation are served again on bootstrap resamples of the prompts, and the
@@ -347,8 +344,7 @@ def interval_over_prompts(
     if not np.isfinite(ratios).all():
         return None
     # About what was served, scaled from the mean of the resamples.
-    reach = half_width(ratios) * leader.ratio / ratios.mean()
-    return leader.ratio - reach, leader.ratio + reach
+    return Interval.around(leader.ratio, half_width(ratios) * leader.ratio / ratios.mean())
 
 
 @once_per_trace

@@ -14,7 +14,7 @@ import pandas as pd
 from policies.arrays import Bools, Floats, Ints
 from policies.batch.base import Policy
 from policies.lengths.basic import Autoregressive, Fixed
-from policies.registry import NO_SPECULATION as NO_SPECULATION  # noqa: PLC0414
+from policies.registry import NO_SPECULATION
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.outcome.report import Run, t_interval
 from simulator.serving.run import simulate
@@ -143,7 +143,7 @@ def share_within(run: Run) -> float:
 def beaten(rates: Floats, best: Floats) -> bool:
     """Return True if the t interval of the paired differences to `best` lies below 0."""
     # Equal runs differ by rounding alone.
-    return bool(t_interval(rates - best, SEARCH_CONFIDENCE)[2] < -1e-9 * best.mean())
+    return bool(t_interval(rates - best, SEARCH_CONFIDENCE).high < -1e-9 * best.mean())
 
 
 def unbeaten(rates: Floats) -> Bools:
@@ -187,7 +187,8 @@ def compare_served(
             for name, outcome in zip(named, outcomes, strict=True)
         }
         best = max(others, key=lambda name: float(values[name].mean()))
-        margin, lo, hi = t_interval(values["tuned"] - values[best])
+        margin = t_interval(values["tuned"] - values[best])
+        bound = margin.value if math.isnan(margin.high) else margin.high
         own = float(values["tuned"].mean())
         # Equal runs differ by rounding alone.
         slack = 1e-9 * abs(own)
@@ -195,8 +196,7 @@ def compare_served(
             {
                 "batch": scenario.limits.max_batch, "rate": scenario.arrivals.rate,
                 "tuned": own, "rival": best, "rival_value": float(values[best].mean()),
-                "margin": margin, "margin_lo": lo, "margin_hi": hi,
-                "not_worse": bool((margin if math.isnan(hi) else hi) >= -slack),
+                **margin.columns("margin"), "not_worse": bool(bound >= -slack),
             }
         )  # fmt: skip
     return pd.DataFrame(rows)

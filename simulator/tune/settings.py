@@ -15,12 +15,13 @@ from policies.arrays import Floats, Ints
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
+from policies.registry import NO_SPECULATION
+from simulator.bootstrap import Interval
 from simulator.hardware.scaling import scaling_words
 from simulator.targets import Targets
 from simulator.tune.costs import PricedOptions, longest_seen
 from simulator.tune.formats import check_settings
 from simulator.tune.gains import MISSED, OFF, ON
-from simulator.tune.served import NO_SPECULATION
 from simulator.unmeasured import percentage
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
@@ -46,8 +47,6 @@ TUNE_COLUMNS = (
 * ``scaled``: True if latencies were extrapolated from another device.
 * ``assumed``: what the user said costs nothing
   (`traces.latency.table.LatencyTable.said_batch_free`)."""
-Gain = tuple[float, float, float]
-"""A gain and its interval."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,16 +86,16 @@ class Tuned:
 
 
 def row_of(
-    engine: str, grid: PricedOptions, latency: LatencyTable, gain: Gain, decode_gain: Gain | None,
-    **given: Any,
+    engine: str, grid: PricedOptions, latency: LatencyTable, gain: Interval,
+    decode_gain: Interval | None, **given: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Return a row of `TUNE_COLUMNS`, without its warnings; the other columns are `given`."""
     found: dict[str, Any] = {
         "engine": engine, "batch": grid.batch, "context": grid.context,
         "scaled": "scaled" in latency.meta, "assumed": latency.said_batch_free(grid.batch), **given,
     }  # fmt: skip
-    for name, values in (("gain", gain), ("decode_gain", decode_gain or (None,) * 3)):
-        found |= zip((name, f"{name}_lo", f"{name}_hi"), values, strict=True)
+    unknown = dict.fromkeys(("decode_gain", "decode_gain_lo", "decode_gain_hi"))
+    found |= gain.columns("gain") | (decode_gain.columns("decode_gain") if decode_gain else unknown)
     return {name: found[name] for name in TUNE_COLUMNS if name != "warnings"}
 
 

@@ -130,7 +130,7 @@ def tune_sglang(
             deploy=gains.to_deploy(against.faster, whole[i].meets(slo), off[i].meets(slo)),
             served_tok_s=served_tok_s, gain=against.gain,
             decode_tok_s=None, decode_gain=None, default=_words(defaults[i]),
-            default_gain=1.0 if option == base else gains.gain_of(ratio(own, each[base]))[0],
+            default_gain=1.0 if option == base else gains.gain_of(ratio(own, each[base])).value,
             within_slo=share, outside=float(grids[i].outside.max()), held_out=held_out and kept,
         )  # fmt: skip
         said = about_served(

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.lengths.llamacpp import LlamaCppDraft
-from simulator.bootstrap import CONFIDENCE, resamples
+from simulator.bootstrap import CONFIDENCE, Interval, resamples
 from simulator.pricing import autoregressive
 from simulator.targets import Targets
 from simulator.tune import gains
 from simulator.tune.costs import longest_draft, price_grid
 from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, check_settings
 from simulator.tune.served import SEARCH_CONFIDENCE
-from simulator.tune.settings import Gain, Tuned, about_row, decided, row_of
+from simulator.tune.settings import Tuned, about_row, decided, row_of
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, TailError
@@ -187,12 +187,13 @@ def tune_single(
     best, at = ordered[allowed[option]], 1 + int(allowed[option])
     base = 1 + ordered.index(base_text)
 
-    def over(k: int, confidence: float = CONFIDENCE) -> Gain:
+    def over(k: int, confidence: float = CONFIDENCE) -> Interval:
         pair = grid.tokens[k], grid.seconds[k]
         return gains.cross_fitted(objective, second, pair, option, halves, confidence)
 
     # As where settings are served: a gain beyond the search's interval, one prompt having none.
-    low = over(0, SEARCH_CONFIDENCE)[1 if len(trace.requests) > 1 else 0]
+    searched_gain = over(0, SEARCH_CONFIDENCE)
+    low = searched_gain.low if len(trace.requests) > 1 else searched_gain.value
     rates = grid.tokens.sum(axis=1) / grid.seconds.sum(axis=1)
     deploy = gains.MISSED
     if reachable:
@@ -200,7 +201,7 @@ def tune_single(
     row = row_of(
         engine, grid, latency, setting=best, deploy=deploy, served_tok_s=None, gain=over(0),
         decode_tok_s=float(rates[at]), decode_gain=over(0), default=base_text,
-        default_gain=1.0 if at == base else over(base)[0], within_slo=float(grid.within[at]),
+        default_gain=1.0 if at == base else over(base).value, within_slo=float(grid.within[at]),
         outside=float(grid.outside[[0, at]].max()), held_out=held_out,
     )  # fmt: skip
     row["warnings"] = about_row(row)

@@ -178,7 +178,7 @@ def tune_vllm(
             deploy=gains.to_deploy(against.faster, now.meets(slo), off[i].meets(slo)),
             served_tok_s=served_tok_s, gain=against.gain,
             decode_tok_s=grid.batch * float(o.rates[option]), decode_gain=chosen,
-            default=NO_SPECULATION, default_gain=against.gain[0],
+            default=NO_SPECULATION, default_gain=against.gain.value,
             within_slo=share, outside=float(grid.outside[[0, 1 + option]].max()),
             held_out=told is not None,
         )  # fmt: skip

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.arrays import Floats
-from policies.registry import NO_SPECULATION as NO_SPECULATION  # noqa: PLC0414
+from policies.registry import NO_SPECULATION
 from simulator.whatif.cells import ANY, POINT
 from traces.digits import three_digits
 from traces.errors import DraftsimError

@@ -126,7 +126,7 @@ def cross_fitted_rule(
 
 def are_bounds(rows: Sequence[Row]) -> bool:
     """Return True if speedups are lower bounds, of which the largest need not be the best."""
-    return any(row["fidelity"] == "lower bound" for row in rows)
+    return any(row["fidelity"] == LOWER_BOUND for row in rows)
 
 
 def lossless(verify: str) -> bool:
@@ -152,10 +152,9 @@ class Ranking:
         """Return the rows of a summary, with a ``note`` in those of a log that has one."""
         told = {(log.policy, log.verify, log.source) for log in self.logs}
         return [
-            {**row, "note": self.notes.get(row["policy"])
-             if (row["policy"], row["verify"], row["source"]) in told else None}
+            {**row, "note": self.notes.get(row["policy"]) if summary.row_key(row) in told else None}
             for row in rows
-        ]  # fmt: skip
+        ]
 
 
 def rank(
@@ -322,11 +321,10 @@ def ranked_rows(
     overall = compared(made(False), runs, latency, against, resamples, prefill)
     if not by_category:
         return overall
-    of_all = {(r["policy"], r["verify"], r["source"]): r for r in overall}
+    of_all = {summary.row_key(row): row for row in overall}
     blank = dict.fromkeys(("against", "gain", "gain_lo", "gain_hi"))
     return [{"category": None, **row} for row in overall] + [
-        {**of_all[row["policy"], row["verify"], row["source"]], **blank, **row}
-        for row in made(True)
+        {**of_all[summary.row_key(row)], **blank, **row} for row in made(True)
     ]
 
 
@@ -387,8 +385,8 @@ def compared(
             "gain": None, "gain_lo": None, "gain_hi": None,
         }  # fmt: skip
         if rival is not None and i != rival:
-            values = [value if math.isfinite(value) else None for value in gains[i]]
-            more |= dict(zip(("gain", "gain_lo", "gain_hi"), values, strict=True))
+            known = gains[i].columns("gain").items()
+            more |= {name: value if math.isfinite(value) else None for name, value in known}
             more["against"] = against or rows[rival]["policy"]
         what = said_of(row["policy"], lossless(row["verify"]))
         notes = [text for text in (row.get("note"), what, said) if text]

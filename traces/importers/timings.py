@@ -15,6 +15,7 @@ from traces.errors import FileError
 from traces.importers.base import Importer, Options
 from traces.importers.rows import head, only_file, read_json_rows
 from traces.latency.table import CELL_COLUMNS, LatencyTable, as_cells
+from traces.store.identity import ROLES
 from traces.store.text import MOST_SECONDS, csv_rows, decimal, digits, label, read_text, whole
 
 NEEDED = ("model", "new_tokens", "context", "seconds")
@@ -199,7 +200,6 @@ WIDEST = 64
 
 Between the widths of drafts and a prompt of hundreds a straight line would be a guess.
 """
-ROLES = ("target", "draft")
 
 
 class LlamaBench(Importer):

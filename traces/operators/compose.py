@@ -152,7 +152,7 @@ def model_of_steps(steps: pd.DataFrame) -> Placed:
 
 
 class Composer:
-    """Passes of any model on one device (a name of `draftsim list --devices`).
+    """Passes of any model on one device (a name of `draftsim list devices`).
 
     ``graphs`` are the engine's CUDA graphs, by default vLLM's.  With ``by_steps``, passes take what
     the whole steps timed on the device say; None: if there are any.

@@ -13,7 +13,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import typed
 
 OPERATOR_COLUMNS: dict[str, tuple[str, str]] = {
-    "device": ("str", "the GPU, a name of `draftsim list --devices`"),
+    "device": ("str", "the GPU, a name of `draftsim list devices`"),
     "model": ("str", "the model whose sizes the operator has; empty for a collective"),
     "operator": ("str", "what was timed, see OPERATORS"),
     "tensor_parallel": ("int32", "GPUs that share the operator, or take part in a collective"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,8 @@ CALL_DTYPE = np.dtype(
     ]
 )
 """One row: `count` calls of ``CALL_KINDS[kind]`` over `new_tokens` tokens in round `round`."""
+CallRows = npt.NDArray[np.void]
+"""Rows of `CALL_DTYPE`, in the order of their rounds."""
 
 Call = tuple[bool, int, int, int]
 """(verify, kind, new_tokens, count): verify tells the verification from the drafting."""
@@ -153,7 +155,7 @@ def verification(drafted: Sizes, cached: Sizes, light: bool = False) -> list[Cal
     ]
 
 
-def unpacked(calls: npt.NDArray[Any], cached: Ints) -> list[Calls]:
+def unpacked(calls: CallRows, cached: Ints) -> list[Calls]:
     """Return recorded calls, rows of `CALL_DTYPE`, of rounds after `cached` tokens, (rounds,)."""
     slots = calls["kind"].astype(np.int64) + len(CALL_KINDS) * calls["verify"]
     found = []
@@ -186,7 +188,7 @@ class CallCounter:
         self._open.clear()
 
 
-def pack_calls(sequences: Iterable[Sequence[Sequence[Call]]]) -> npt.NDArray[np.void]:
+def pack_calls(sequences: Iterable[Sequence[Sequence[Call]]]) -> CallRows:
     """Return rows of `CALL_DTYPE` from the calls of each round of each sequence in turn."""
     rounds = list(chain.from_iterable(sequences))
     each = list(map(len, rounds))
@@ -200,7 +202,7 @@ def pack_calls(sequences: Iterable[Sequence[Sequence[Call]]]) -> npt.NDArray[np.
     return packed
 
 
-def pack_counted(parts: Sequence[Calls]) -> npt.NDArray[np.void]:
+def pack_counted(parts: Sequence[Calls]) -> CallRows:
     """Return what `pack_calls` makes of the same calls, counted one by one."""
     slots = sorted({(part.verify, part.kind) for part in parts})
     if not slots:

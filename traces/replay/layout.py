@@ -19,9 +19,8 @@ from policies.arrays import Bools, Floats, Ints, next_true, ranges
 from policies.vectorised import UNBOUNDED, Lengths, VectorisedPlan, VectorisedState, Watch
 from traces.acceptance.trace import Trace, once_per_trace
 from traces.replay.decoder import ends_drafts
-from traces.replay.rounds import ROUND_DTYPE
+from traces.replay.rounds import ROUND_DTYPE, Rounds
 
-Rounds = npt.NDArray[np.void]
 Lengths32 = npt.NDArray[np.int32]
 
 KEPT = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from policies.registry import PLAIN
 from policies.rules.base import VerifyRule
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Request
-from traces.replay.calls import Calls, passes_of, unpacked, verification
+from traces.replay.calls import CallRows, Calls, passes_of, unpacked, verification
 
 Fidelity = Literal[
     "exact",
@@ -29,6 +29,8 @@ Fidelity = Literal[
 """How a replayed round log relates to really decoding the same requests."""
 
 ROUND_DTYPE = np.dtype([("request", np.int32)] + [(name, np.int32) for name in Round._fields])
+Rounds = npt.NDArray[np.void]
+"""Rows of `ROUND_DTYPE`, request by request."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class RoundLog:
     ``sampling`` as in `traces.acceptance.trace.Trace`.
     """
 
-    rounds: npt.NDArray[Any]
+    rounds: Rounds
     requests: Sequence[Request]
     policy: str
     source: str = "draft-model"
@@ -60,7 +62,7 @@ class RoundLog:
     first: int = 1
     mismatched: npt.NDArray[np.int32] | None = None
     rule: VerifyRule | None = None
-    recorded_calls: npt.NDArray[np.void] | None = None
+    recorded_calls: CallRows | None = None
     drafter: str = "draft"
     takes_verified: bool = False
     sampling: Sampling = GREEDY
@@ -121,7 +123,7 @@ class RoundLog:
         return pd.DataFrame({name: self.rounds[name] for name in ROUND_DTYPE.names or ()})
 
     @staticmethod
-    def pack(per_request: Iterable[Sequence[Round]]) -> npt.NDArray[Any]:
+    def pack(per_request: Iterable[Sequence[Round]]) -> Rounds:
         """Return a structured array of the rounds of each request in turn.
 
         Requests are taken one at a time, so a generator's rounds are freed as they are

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from policies.core import DraftPolicy, P, Round, own_copy, speculate
 from policies.registry import describe
@@ -16,7 +14,7 @@ from policies.rules.registry import describe_rule
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError, TailError
 from traces.replay.decoder import ReplayDecoder
-from traces.replay.rounds import Fidelity, RoundLog
+from traces.replay.rounds import Fidelity, RoundLog, Rounds
 from traces.replay.ruled import RuleReplayDecoder, prepared_rule
 
 
@@ -98,7 +96,7 @@ def ruled_log(
 
 
 def recorded_log(
-    trace: Trace, rounds: npt.NDArray[Any], name: str, policy: DraftPolicy, first: int
+    trace: Trace, rounds: Rounds, name: str, policy: DraftPolicy, first: int
 ) -> RoundLog:
     """Return a log of `rounds` under `policy` along the recorded output, verified losslessly."""
     return RoundLog(

@@ -17,8 +17,8 @@ from policies.rules.base import VerifyRule
 from policies.vectorised import VectorisedPlan, own_word, plan_of
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError
-from traces.replay.layout import CELLS, Lengths32, Lockstep, Rounds, layout_of
-from traces.replay.rounds import RoundLog
+from traces.replay.layout import CELLS, Lengths32, Lockstep, layout_of
+from traces.replay.rounds import RoundLog, Rounds
 from traces.replay.ruled import SCORE_COLUMNS, RuleReplayDecoder, prepared_rule
 from traces.replay.run import own_policy, recorded_log, replay, ruled_log
 

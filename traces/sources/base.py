@@ -15,9 +15,9 @@ from policies.spec import Checked
 from traces.acceptance.trace import Trace, once_per_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import CallCounter, Calls, pack_calls
+from traces.replay.calls import CallCounter, CallRows, Calls, pack_calls
 from traces.replay.decoder import RecordedToken
-from traces.replay.rounds import Fidelity, RoundLog
+from traces.replay.rounds import Fidelity, RoundLog, Rounds
 from traces.sources.recording import Recordings, SourceRecording
 
 DRAFTER_SIGNALS = frozenset(SIGNALS) - {"top10_prob"}
@@ -146,7 +146,7 @@ class Source(Checked):
         """
         raise NotImplementedError
 
-    def counted_in(self, rounds: Rounds, noted: Sequence[Any]) -> Rounds:
+    def counted_in(self, rounds: Rounds, noted: Sequence[Any]) -> CallRows:
         """Return the calls of `rounds`, given what each request's decoder `noted`."""
         return pack_calls(noted)
 
@@ -155,8 +155,7 @@ class Source(Checked):
         self.open(trace, recordings, first)(0)
 
 
-Rounds = npt.NDArray[np.void]
-ReplayedRounds = tuple[Rounds, Rounds]
+ReplayedRounds = tuple[Rounds, CallRows]
 """Rounds, and the calls that they ran."""
 
 

@@ -21,17 +21,17 @@ from traces.replay.calls import (
     EXIT_HEAD,
     HEAD,
     LAYER,
+    CallRows,
     Calls,
     pack_calls,
     pack_counted,
 )
 from traces.replay.decoder import RecordedToken
 from traces.replay.layout import Lockstep, Places, carried
-from traces.replay.rounds import Fidelity
+from traces.replay.rounds import Fidelity, Rounds
 from traces.sources.base import (
     DRAFTER_SIGNALS,
     ReplayedRounds,
-    Rounds,
     Source,
     SourceReplay,
     eos_of,
@@ -201,7 +201,7 @@ class EarlyExit(Source):
         exits = ChosenExits(trace, recording, self)
         return lambda request: EarlyExitReplay(trace, request, exits, first)
 
-    def counted_in(self, rounds: Rounds, noted: Sequence[Any]) -> Rounds:
+    def counted_in(self, rounds: Rounds, noted: Sequence[Any]) -> CallRows:
         """Return the calls of all rounds, given what was asked in them."""
         if not len(rounds):
             return pack_calls([])
@@ -383,7 +383,7 @@ class ExitPlaces(Places):
             self._tokens[row] = None if self.vain[row] else made
         return self._tokens[row]
 
-    def calls(self, start: Ints, asked: Ints, rounds: Rounds) -> Rounds:
+    def calls(self, start: Ints, asked: Ints, rounds: Rounds) -> CallRows:
         """Return the calls of rounds that began at `start` and ran `asked` tokens, (rounds,)."""
         source, sent = self.exits.source, rounds["drafted"].astype(np.int64)
         positions = sent + 1 if source.bonus else np.minimum(np.maximum(asked, 1), sent + 1)

@@ -27,7 +27,7 @@ from traces.store.identity import (
 )
 from traces.store.operators import find_composed
 from traces.store.speculation_profile import is_profile, read_profile
-from traces.store.text import decimal, read_object
+from traces.store.text import MOST_SECONDS, decimal, read_object
 
 DEFAULT_TRACE = "qwen-coder-vllm-cpu"
 """The recording used by default: a pair that people deploy, at the costs of a serving engine."""
@@ -105,7 +105,7 @@ def models_of(name_or_path: PathLike, trace: Trace) -> dict[str, dict[str, Any]]
     except FileError:
         said = {}  # a bundled recording may have none; what is wrong with one, `read_run` says
     found = {}
-    for role in ("target", "draft"):
+    for role in ROLES:
         about = model_in(trace.meta, role)
         if about and not names_of(about) and isinstance(said, dict) and said.get(role):
             about["name"] = str(said[role])
@@ -117,7 +117,7 @@ def pair_of(trace: Trace) -> tuple[str | None, str | None]:
     """Return fingerprints of the target's and the draft's weights; None if they are not known."""
     target, draft = (
         value.get("fingerprint") if isinstance(value := trace.meta.get(role), dict) else None
-        for role in ("target", "draft")
+        for role in ROLES
     )
     return target, draft
 
@@ -166,8 +166,6 @@ def folder_of(name_or_path: PathLike, folder: Path = BUNDLED) -> Path | None:
     return path.parent if path != Path(name_or_path) else None
 
 
-MOST_SECONDS = 1e9
-"""Largest constant time: sums and ratios of larger ones could leave the range of a float."""
 OF_THE_TARGET = tuple(name for name, phase in PHASES.items() if phase.given)
 """Phases that constant latencies may name."""
 
@@ -198,7 +196,7 @@ def parse_latency(text: str) -> LatencyTable:
             )
         if name == "target" and not given[name] > 0:
             raise DraftsimError(f"latency {text!r} gives target={value}, expected > 0 seconds")
-    if missing := [name for name in ("target", "draft") if name not in given]:
+    if missing := [name for name in ROLES if name not in given]:
         raise DraftsimError(f"latency {text!r} lacks {' and '.join(missing)}: {form}")
     # One pass each tells nothing of batches: a caller that takes them to be free says so.
     return LatencyTable.constant(**given, batch_free=False)
@@ -276,7 +274,7 @@ def pair_label(
     ``models`` as in `models_of`, ``measured`` the provenance of its latencies, ``drafter`` the
     source that drafts in the draft model's place.  Empty if no model is known.
     """
-    target, draft = (model_label(models.get(role, {})) for role in ("target", "draft"))
+    target, draft = (model_label(models.get(role, {})) for role in ROLES)
     size = model_label({"parameters": models.get("draft", {}).get("parameters")})
     if names_of(models.get("target", {})) & names_of(models.get("draft", {})) and size:
         draft = f"draft model {size}"  # one folder holds both

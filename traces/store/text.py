@@ -32,7 +32,8 @@ AGAIN = "copy it again, or write it again"
 MOST_COUNT = 2**53
 """Largest count over many rounds: up to here a counter kept as a float is exact."""
 MOST_SECONDS = 1e9
-"""Longest time that was measured."""
+"""Longest time that a file or a text may give: sums and ratios of longer ones could leave the
+range of a float."""
 MOST_ID = 2**31 - 1
 """Largest token id."""
 

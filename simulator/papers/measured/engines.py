@@ -20,7 +20,8 @@ import pandas as pd
 
 from policies.arrays import Floats
 from policies.lengths.basic import Autoregressive
-from simulator.aggregate.hazard import Interval, emitted_at
+from simulator.aggregate.hazard import emitted_at
+from simulator.bootstrap import Interval
 from simulator.hardware.record import ALONE, by_library, check_published, predicted_runs
 from simulator.hardware.roofline import FORMATS
 from simulator.papers.measured.rows import Evidence, evidence, ranked

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simulator.aggregate.hazard import Interval
+from simulator.bootstrap import Interval
 from simulator.published import published_rows
 
 SAME = 0.02

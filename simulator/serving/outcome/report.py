@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from simulator.bootstrap import half_width
+from simulator.bootstrap import Interval, half_width
 from simulator.serving.cost import Coverage
 from simulator.serving.outcome.metrics import CutOff, RunRecorder, joined_recorders, summary
 from simulator.serving.scenario import Scenario
@@ -22,14 +22,13 @@ TOTALS = {
 """Fields of a row that replications add up; other numbers are averaged."""
 
 
-def t_interval(values: Any, confidence: float = 0.95) -> tuple[float, float, float]:
+def t_interval(values: Any, confidence: float = 0.95) -> Interval:
     """Return the mean and t interval of independent `values`; NaN bounds for fewer than two."""
     values = np.asarray(values, dtype=float)
-    mean = float(values.mean())
-    if len(values) < 2:
-        return mean, float("nan"), float("nan")
-    half = half_width(values, confidence) / math.sqrt(len(values))
-    return mean, mean - half, mean + half
+    half = math.nan
+    if len(values) >= 2:
+        half = half_width(values, confidence) / math.sqrt(len(values))
+    return Interval.around(float(values.mean()), half)
 
 
 def merged_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
