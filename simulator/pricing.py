@@ -46,6 +46,7 @@ from traces.latency.table import PHASES, SERVER, Estimate, LatencyTable
 from traces.replay.calls import CALL_KINDS, OWN, Calls, Sizes, distinct, passes_always
 from traces.replay.layout import caught_up
 from traces.replay.rounds import ROUND_DTYPE, RoundLog
+from traces.store.identity import ROLES
 
 
 class PassCount(NamedTuple):
@@ -358,12 +359,10 @@ ADDED: tuple[Callable[[Ran, LatencyTable], Ran], ...] = (
 )  # fmt: skip
 """Functions that add or alter calls, for all that runs besides a source and the verification."""
 
-HOSTS = ("target", "draft")
-"""Models under which a host phase may be stored."""
 PER: dict[str, Callable[[Ran], dict[str, Ints | Bools]]] = {
-    "round": lambda ran: dict.fromkeys(HOSTS, np.ones_like(ran.forwards)),
-    "drafted": lambda ran: dict.fromkeys(HOSTS, ran.forwards),
-    "read": lambda ran: dict.fromkeys(HOSTS, ran.forwards),
+    "round": lambda ran: dict.fromkeys(ROLES, np.ones_like(ran.forwards)),
+    "drafted": lambda ran: dict.fromkeys(ROLES, ran.forwards),
+    "read": lambda ran: dict.fromkeys(ROLES, ran.forwards),
     "verdict": lambda ran: {"target": np.ones_like(ran.forwards)},
     "rollback": lambda ran: {"target": ran.rejected, ran.drafter: ran.unread},
 }
@@ -415,7 +414,7 @@ def _cells(latency: LatencyTable, model: str, phase: str) -> tuple[str, str]:
     found = latency.cells_for(*apart)
     if latency.has(*found):
         return found
-    if found[1] == "forward" and model in HOSTS:
+    if found[1] == "forward" and model in ROLES:
         latency.grid(*found)  # says which models there are
     raise DraftsimError(
         f"latency table has no {phase!r} cells of {model!r}, which these rounds ran: profile the "
@@ -548,7 +547,7 @@ def missing_parts(latency: LatencyTable, extras: Collection[str]) -> list[str]:
         phase: of.extra for phase, of in PHASES.items()
         if phase in extras and (of.per == "read" or not latency.is_constant)
     }  # fmt: skip
-    found = (n for phase, n in phases.items() if not any(latency.has(m, phase) for m in HOSTS))
+    found = (n for phase, n in phases.items() if not any(latency.has(m, phase) for m in ROLES))
     return list(dict.fromkeys(found))
 
 
@@ -619,9 +618,9 @@ def host_at(latency: LatencyTable, extras: Collection[str], batch: int) -> Host:
         kinds = [n for n, of in PHASES.items() if of.per in pers and charged(n, extras)]
         return sum(scalar_seconds(latency, m, phase, batch) for phase in kinds for m in models)
 
-    rollbacks = (scalar_seconds(latency, model, "rollback", batch) for model in HOSTS)
+    rollbacks = (scalar_seconds(latency, model, "rollback", batch) for model in ROLES)
     around = [total([per], SERVER) for per in ("step", "request")]
     return Host(
-        total(["round"], *HOSTS) + around[0], total(["drafted", "read"], *HOSTS), *rollbacks,
+        total(["round"], *ROLES) + around[0], total(["drafted", "read"], *ROLES), *rollbacks,
         *around,
     )  # fmt: skip

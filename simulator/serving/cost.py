@@ -27,8 +27,8 @@ from traces.errors import DraftsimError
 from traces.latency.interpolate import EXTRAPOLATED, Line
 from traces.latency.table import PHASES, LatencyTable
 from traces.replay.calls import passes_always
+from traces.store.identity import ROLES
 
-MODELS = ("target", "draft")
 PLACES = (
     "target", "later", "first", "along", "target_prefill", "draft_prefill", "with_prompts", "mixed",
 )  # fmt: skip
@@ -325,7 +325,7 @@ class EngineCost:
         self._most_mixed = 0.0 if self._mixed is None else latency.grid("target", "mixed").widest
         self._launch_s = latency.grid("target", "forward").quickest_s
         self._composed = [0.0, *[inf, -inf] * 3]
-        self._prefill = {m: readers[f"{m}_prefill"] for m in MODELS if f"{m}_prefill" in readers}
+        self._prefill = {m: readers[f"{m}_prefill"] for m in ROLES if f"{m}_prefill" in readers}
         # The longest prompt that was measured together with others.
         self._longest = {m: latency.grid(m, "prefill").widest_together for m in self._prefill}
         self._settled: dict[int, list[float]] = {}
@@ -397,7 +397,7 @@ class EngineCost:
     @property
     def unpriced(self) -> list[str]:
         """Return what happened at no cost because the table lacks its cells."""
-        models = MODELS if self.speculates else MODELS[:1]
+        models = ROLES if self.speculates else ROLES[:1]
         prompts = [f"{m} prefill" for m in models if m not in self._prefill]
         return prompts + missing_parts(self.latency, self.extras)
 

@@ -17,10 +17,10 @@ import simpy
 
 from policies.core import DraftPolicy, Round, drafting
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import MODELS
 from simulator.serving.sequence import Slot
 from simulator.serving.source import Events, Replica
 from traces.replay.decoder import BLANK
+from traces.store.identity import ROLES
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Overlapped(Replica):
         readers = self.cost.readers
         self._target, self._draft = readers["target"], readers.get("later")
         self._prefill = [
-            readers[f"{model}_prefill"] for model in MODELS if f"{model}_prefill" in readers
+            readers[f"{model}_prefill"] for model in ROLES if f"{model}_prefill" in readers
         ]
 
     def together(self, a_s: float, b_s: float) -> tuple[float, float]:
@@ -79,7 +79,7 @@ class Overlapped(Replica):
                 yield env.timeout(max(prefill))
             if self.timeline is not None:
                 for read, seconds in zip(self._prefill, prefill, strict=True):
-                    track = MODELS.index(read.model)
+                    track = ROLES.index(read.model)
                     self.timeline.device(track, f"{read.model} model", start, seconds, "prefill")
                 waited_s = start - slot.arrival_s
                 self.timeline.request(slot.index, slot.arrival_s, waited_s, "waiting")
