@@ -99,7 +99,7 @@ def capacity(
             rows = plan(
                 study.trace, study.latency, study.policies, base, rate, rule=study.rule,
                 requests=requests, most=max_replicas, gpus=gpus, price=price,
-                curve=plots is not None, executor=executor, say=note, path=kept,
+                curve=plots is not None, executor=executor, say=note, path=kept, finishes=False,
                 progress=lambda done, at: say(f"run {done}: {at}"),
             )  # fmt: skip
         note(f"{recording.said}: {headline(rows)}")
