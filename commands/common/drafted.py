@@ -11,6 +11,7 @@ from commands.common.output import remark
 from policies.spec import assignments
 from traces.digits import counted
 from traces.errors import DraftsimError
+from traces.store.identity import ROLES
 from traces.store.recordings import find_latency, folder_of, given_name
 
 if TYPE_CHECKING:
@@ -181,10 +182,14 @@ def weight_formats(text: str | None) -> dict[str, WeightFormat]:
 
     if text is None:
         return {}
-    if "=" not in text:
-        return dict.fromkeys(("target", "draft"), find_format(text))
-    given = assignments(text, f"--weights {text}", ("target", "draft"), "model")
-    return {role: find_format(name) for role, name in given.items()}
+    where, each, both = f"--weights {text}", "target=awq-int4,draft=bf16", "fp8 (both models)"
+    given = dict.fromkeys(ROLES, text)
+    if "=" in text:
+        given = assignments(text, where, ROLES, "model", f"{each}, or {both}")
+    try:
+        return {role: find_format(name) for role, name in given.items()}
+    except DraftsimError as error:
+        raise DraftsimError(f"{where}: {error}; write {both}, or {each}") from None
 
 
 def say_calibrate(tables: Iterable[LatencyTable], largest: int) -> None:
