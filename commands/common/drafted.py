@@ -50,8 +50,8 @@ def load_recording(
     carry = partial(carried, gpu=gpu, weights=weights, say=remark) if gpu or weights else None
     tables = latencies(given) if given else None
     return recording.load_recording(
-        name, tables, source, carry=carry, from_environment=given_name(name) is None, say=remark,
-        **how,
+        name, tables, source, carry=carry, from_environment=given_name(name) is None,
+        takes_acceptance="acceptance" in how, say=remark, **how,
     )  # fmt: skip
 
 
