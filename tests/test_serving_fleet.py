@@ -145,7 +145,7 @@ def test_replicas_without_a_request_are_counted_and_not_run(
         Poisson(5.0), Limits(2), requests=3, replicas=4000, warmup=0.0, max_time_s=limit_s
     )
     run = simulate(SIGNALLED, GRID, Fixed(3), scenario)
-    assert ran == [[0], [1], [2], [3]]  # the last stands for all that get no request
+    assert ran == [[0], [1], [2], [3]]  # the last is counted for all that get no request
     each = [simulate(SIGNALLED, GRID, Fixed(3), scenario, only=[i]) for i in range(4)]
     each += [each[-1]] * 3996
     assert run.replicas == 4000

@@ -175,9 +175,8 @@ def plot_break_even(
         elif np.isnan(raw).all():
             label += " (no line)"
         # A point without a neighbour is seen by its marker alone, of a bound as well.
-        line_of = {"marker": "D", "markersize": 4} | look.series(
-            places_of.get(name, 0), len(at), name
-        )
+        line_of: dict[str, Any] = {"marker": "D", "markersize": 4}
+        line_of |= look.series(places_of.get(name, 0), len(at), name)
         axes.fill_between(
             at, low, high, where=np.isfinite(mid), color=line_of["color"], alpha=0.12, linewidth=0
         )
