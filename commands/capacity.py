@@ -99,7 +99,7 @@ def capacity(
             rows = plan(
                 study.trace, study.latency, study.policies, base, rate, rule=study.rule,
                 requests=requests, most=max_replicas, gpus=gpus, price=price,
-                curve=plots is not None, executor=executor, say=note, path=kept,
+                curve=plots is not None, executor=executor, say=note, path=kept, finishes=False,
                 progress=lambda done, at: say(f"run {done}: {at}"),
             )  # fmt: skip
         note(f"{recording.said}: {headline(rows)}")
@@ -228,9 +228,16 @@ def _compared(row: Row, plain: Row) -> str:
 
 def _why_none(row: Row) -> str:
     if row["within_alone"] < row["share"]:
+        slowest_s = {name: row[f"{name}_s"]["p95"] for name in ("ttft", "tpot")}
+        if math.isnan(slowest_s["ttft"]):
+            return (
+                "every request that counts is refused, because a replica's KV cache is too small "
+                "for it: no number of replicas is enough (--kv-blocks sets its size)"
+            )
+        # Outputs of one token have no time per output token.
+        told = [f"{name} {s * 1e3:,.0f} ms" for name, s in slowest_s.items() if not math.isnan(s)]
         return (
             f"alone on a replica {row['within_alone']:.1%} of the requests meet the SLO "
-            f"(95th percentiles: ttft {row['ttft_s']['p95'] * 1e3:,.0f} ms, tpot "
-            f"{row['tpot_s']['p95'] * 1e3:,.0f} ms): no number of replicas is enough"
+            f"(95th percentiles: {', '.join(told)}): no number of replicas is enough"
         )
     return f"{row['within_targets']:.1%} meet the SLO with the most replicas tried"

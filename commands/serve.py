@@ -205,7 +205,8 @@ def serve(
         Timeline(timeline) if timeline is not None else nullcontext() as drawn,
     ):
         sweep(
-            *study, path=rows_file(out), meta=meta, progress=progress, advance=advance,
+            *study, path=(lines := rows_file(out)), meta=meta, finishes=lines == out,
+            progress=progress, advance=advance,
             timeline=drawn, rows=rows, executor=executor, say=note,
         )  # fmt: skip
     measured = against_measured(*study)

@@ -210,6 +210,8 @@ def _tune(
         engine, tuned.document, target=target, file=str(out or launch.FILE), drafter=drafter,
         captured=captured, shared=table.gpus,
     )  # fmt: skip
+    asked_for = launch.said_quantised(table, line)
+    tuned = replace(tuned, warnings=[*tuned.warnings, *asked_for])
     more: dict[str, Any] = {
         "settings": tuned.document, "launch": line, "warnings": list(tuned.warnings)
     }  # fmt: skip
@@ -244,9 +246,10 @@ def _tune(
         note(free)
     setting = tuned.document if engine == "vllm" else None
     if setting and "model" not in setting and setting.get("method") not in launch.WITHOUT_MODEL:
-        note(
-            'the recording does not name the drafter: add "model" to the setting before pasting it'
-        )
+        why = "the recording does not name the drafter"
+        if form := launch.quantised(table).get("draft"):
+            why = f"the drafter in {form} is another checkpoint than the recorded one"
+        note(f'{why}: add "model" to the setting before pasting it')
     if setting_out:
         print(laid_out(tuned.document))
     if not tried:

@@ -52,13 +52,14 @@ def parse_spec(
 
 
 def assignments(
-    text: str, where: str, keys: Collection[str] | None = None, noun: str = "parameter"
-) -> dict[str, str]:
+    text: str, where: str, keys: Collection[str] | None = None, noun: str = "parameter",
+    example: str = "",
+) -> dict[str, str]:  # fmt: skip
     """Return the values of a text ``key=value,key=value`` by key.
 
     Commas inside brackets do not separate.  Only `keys` may be given, if there are any, also by
     other names of them (`ALSO`).  ``where`` begins the error's message, and ``noun`` is what it
-    calls a key.
+    calls a key.  ``example`` is a text of this form, which the message shows.
 
     Raises TextError for a part of another form, an unknown key, or one that is given twice.
 
@@ -70,7 +71,8 @@ def assignments(
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not key:
             known = f" ({noun}s: {', '.join(keys)})" if keys else ""
-            raise TextError(f"{where}: {item!r} is not of the form key=value{known}")
+            shown = f", as in {example}" if example else ""
+            raise TextError(f"{where}: {item!r} is not of the form key=value{known}{shown}")
         key = next((own for own in ALSO.get(key, ()) if own in (keys or ())), key)
         if keys is not None and key not in keys:
             raise TextError(f"{where} has no {noun} {key!r}{choice(key, keys)}")

@@ -547,7 +547,7 @@ def plan(
     rate: float | None, *, rule: VerifyRule | None = None,
     requests: int | None = None, most: int = 1024, gpus: int | None = None,
     price: float | None = None, curve: bool = False, executor: Executor | None = None,
-    path: str | Path | None = None, progress: Progress | None = None,
+    path: str | Path | None = None, finishes: bool = True, progress: Progress | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the fewest replicas that meet the SLO at `rate` requests/s, a row per policy.
@@ -568,7 +568,7 @@ def plan(
         GPU.
     curve:
         True to find the highest rates of other numbers of replicas, too.
-    executor, path, progress:
+    executor, path, finishes, progress:
         Where simulations run, and a file (`ResultsFile`) of their results, after which the same
         plan continues.
     say:
@@ -605,7 +605,9 @@ def plan(
     runner = PointRunner(trace, latency, policies, base, rule)
     whole_file = isinstance(base.arrivals, ArrivalFile) and requests is None
     key = runner.key() if path is not None else None
-    file = ResultsFile(path, command="capacity", key=key, say=say) if path is not None else None
+    file = None
+    if path is not None:
+        file = ResultsFile(path, command="capacity", key=key, say=say, finishes=finishes)
     # Searches ask in turn: a cluster is connected to once, not for every question.
     with file or nullcontext(), executor if isinstance(executor, Cluster) else nullcontext():
         study = Points(runner, executor, file, progress)

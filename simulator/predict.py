@@ -51,7 +51,7 @@ from traces.replay.vectorised import replay_many
 from traces.sources.base import Source
 from traces.sources.found import find_recordings
 from traces.sources.lookups.sources import LookupSource
-from traces.sources.methods import METHODS, method, method_of, resolved
+from traces.sources.methods import METHODS, Method, method, method_of, resolved
 from traces.sources.recording import Recordings
 from traces.sources.registry import DRAFT_MODEL, SOURCES, SYSTEMS, parse_source
 from traces.sources.replay import check_layers, replay_source
@@ -337,6 +337,11 @@ def compare(
         return [log for one in asked.systems for log in replay_system(one, outputs, held)]
 
     every = rule is None and (texts is None or "all" in texts) and not recording.observed
+    if every and not lossy:
+        say(
+            f"not listed: methods that verify by {', '.join(_lossy_rules())}, because these rules "
+            "change the output: `draftsim simulate` lists those that this recording can replay"
+        )
     if every and carried:
         say("other sources are left out: their passes are not carried over to another device")
         every = False
@@ -457,6 +462,21 @@ def replay_ruled(
     return logs
 
 
+def _lossy_rules() -> list[str]:
+    """Return the rules of the methods that `replay_methods` replays."""
+    return list(
+        dict.fromkeys(chosen.rule.partition(":")[0] for chosen in _lossy_methods().values())
+    )
+
+
+def _lossy_methods() -> dict[str, Method]:
+    """Return the papers' methods with a draft model that change the output, by name."""
+    return {
+        name: chosen for name, chosen in METHODS.items()
+        if chosen.source == DRAFT_MODEL and chosen.rule != "exact"
+    }  # fmt: skip
+
+
 def replay_methods(trace: Trace, say: Say = silent) -> list[RoundLog]:
     """Return the papers' lossy methods with a draft model, as far as the trace can tell of them.
 
@@ -464,9 +484,7 @@ def replay_methods(trace: Trace, say: Say = silent) -> list[RoundLog]:
     """
     logs: dict[tuple[str, str], RoundLog] = {}
     longer = []
-    for name, chosen in METHODS.items():
-        if chosen.source != DRAFT_MODEL or chosen.rule == "exact":
-            continue
+    for name in _lossy_methods():
         try:
             text, policy, rule = load_method(name, trace, say=say)
             [log] = replay_many(trace, named([(text, policy)]), rule=rule)

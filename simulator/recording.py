@@ -260,7 +260,7 @@ def load_recording(
     plain: bool = False, by_ratio: bool = False, one: bool = True, one_stream: bool = False,
     one_pass: bool = False, assume_batch_free: bool = False, chooses: str | None = None,
     carry: Callable[[Tables], Tables] | None = None, from_environment: bool = False,
-    say: Say = silent,
+    takes_acceptance: bool = True, say: Say = silent,
 ) -> Recording:  # fmt: skip
     """Return the recording that is asked for, the latencies to price it with, and who drafts.
 
@@ -293,6 +293,8 @@ def load_recording(
         Carries the tables over to another device, which needs the models' shapes; applied if `one`.
     from_environment:
         True if the environment names the default recording.
+    takes_acceptance:
+        True if the caller may be given `acceptance`, which an error then recommends.
     say:
         Told which drafter drafts, and whose acceptance is priced at whose costs.
 
@@ -348,7 +350,7 @@ def load_recording(
     elif not alone:
         models = models_of(called, outputs)
     if given:
-        check_models(called, models, tables, drafter, option, say)
+        check_models(called, models, tables, drafter, option, say, takes_acceptance)
     for line in [*told, *(str(t.meta["remark"]) for t in tables.values() if t.meta.get("remark"))]:
         say(line)
     if one_pass and chosen is not None:
@@ -479,7 +481,7 @@ def _latencies_of(label: str) -> str:
 
 def check_models(
     name: str, known: Models, tables: Tables, drafter: Source | None,
-    option: str | None, say: Say,
+    option: str | None, say: Say, takes_acceptance: bool = True,
 ) -> None:  # fmt: skip
     """Refuse latencies of other models than a recording that the user did not name.
 
@@ -511,10 +513,16 @@ def check_models(
         else:
             continue
         if option is not None and (differ or not table.is_constant):
-            remedy = "" if label == GIVEN else f", {option} {label}" if _has_trace(label) else (
-                f", {option} RUN, or add its acceptance, --acceptance 0.72,0.50,0.33 from your "
-                f"server's log ({option} {name} borrows that pair's)"
-            )  # fmt: skip
+            remedy = ""
+            if label != GIVEN and _has_trace(label):
+                remedy = f", {option} {label}"
+            elif label != GIVEN and takes_acceptance:
+                remedy = (
+                    f", {option} RUN, or add its acceptance, --acceptance 0.72,0.50,0.33 from your "
+                    f"server's log ({option} {name} borrows that pair's)"
+                )
+            elif label != GIVEN:
+                remedy = f", {option} RUN ({option} {name} borrows that pair's acceptance)"
             raise DraftsimError(
                 f"{label if label == GIVEN else f'--latency {label}'}{wrong}: name the recording "
                 f"to draft from{remedy}"

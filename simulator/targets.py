@@ -77,7 +77,8 @@ def parse_targets(text: str, *, share: bool = True) -> Targets:
     Targets(ttft_s=0.2, tpot_s=0.03, share=0.95)
     """
     found: dict[str, float] = {}
-    for name, value in assignments(text, f"--slo {text}", NAMES, "target").items():
+    example = "ttft=200ms,tpot=0.03" + (",p=0.95" if share else "")
+    for name, value in assignments(text, f"--slo {text}", NAMES, "target", example).items():
         if name == "p" and not share:
             raise DraftsimError(
                 f"--slo {text}: no share of requests is asked for here: drop p, or ask for a plan "

@@ -491,3 +491,14 @@ def test_a_plan_takes_gaps_and_lengths_of_requests(synthetic_run: Path, run: Run
     [short] = run(*asked, "--rate", "deterministic:2", "--prompt", 5, "--output", 2).rows
     assert short["e2e_s"]["mean"] < now[0]["e2e_s"]["mean"]
     assert short["fidelity"] == "approximate"
+
+
+def test_requests_that_are_all_refused_are_said_so(synthetic_run: Path, run: Run) -> None:
+    ran = run(
+        "capacity", "--trace", synthetic_run, "--assume-batch-free", "--slo", "ttft=1,tpot=1",
+        "--rate", 1, "--kv-blocks", 1, "--requests", 20, "--replications", 1,
+    ).ok()  # fmt: skip
+    assert "nan" not in ran.said
+    assert (
+        "autoregressive: every request that counts is refused, because a replica's KV" in ran.said
+    )

@@ -25,7 +25,7 @@ from commands.validate import engine, recorded
 from policies.registry import POLICIES
 from profiler.suite.__main__ import main
 from simulator.serving.outcome.metrics import COMPARED
-from simulator.serving.outcome.results import ResultsFile
+from simulator.serving.outcome.results import ResultsFile, read_results
 from simulator.validation import VALIDATE_COLUMNS
 from tests.conftest import ROOT, Run
 from tests.suite_results import MODES, cells, write_forced, write_latencies
@@ -423,6 +423,50 @@ def test_finished_results_are_not_taken_for_rows_of_a_table(
     ran = run(*planned, "--assume-batch-free", "--out", table)
     assert "holds finished results" in ran.refusal
     assert rows.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("command", "last"),
+    [("capacity", "commands.capacity.emit"), ("serve", "commands.serve.write_as")],
+)  # fmt: skip
+def test_rows_without_their_table_are_taken_over(
+    command: str, last: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last row is on disk, and the table is not: the same command writes it."""
+    table, rows = tmp_path / "t.csv", tmp_path / "t.csv.jsonl"
+    asked = (
+        command, *SERVED[command], "--policy", "fixed:gamma=1", "--assume-batch-free",
+        "--latency", "const:target=0.001,draft=0.0001", "--out", table,
+    )  # fmt: skip
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(last, stopped)
+        assert run(*asked).code == 130
+    assert not table.exists()
+    before = read_results(rows)
+    assert before.rows
+    assert not before.complete
+    runs: list[object] = []
+    add = ResultsFile.add
+
+    def added(file: ResultsFile, row: dict[str, Any], number: int | None = None) -> None:
+        runs.append(row)
+        add(file, row, number)
+
+    monkeypatch.setattr(ResultsFile, "add", added)
+    run(*asked).ok()
+    assert not runs
+    assert not rows.exists()
+    again = tmp_path / "again.csv"
+    run(*asked[:-1], again).ok()
+    assert len(runs) == len(before.rows)
+    frames = [
+        pd.read_csv(path).drop(columns="elapsed_s", errors="ignore") for path in (table, again)
+    ]
+    pd.testing.assert_frame_equal(*frames)
 
 
 SERVED = {

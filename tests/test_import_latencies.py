@@ -176,6 +176,11 @@ def test_latencies_as_csv(tmp_path: Path, run: Run) -> None:
         ("model,new_tokens,context,seconds\ntarget,x,0,1\n", "new_tokens is 'x'"),
         ("model,new_tokens,context,seconds\ntarget,1,0,\n", "seconds is empty"),
         ("model,new_tokens,context,seconds\ntarget,1,0,-1\n", "seconds is .-1., expected"),
+        (
+            "model,new_tokens,context,seconds\ntarget,1,0,0.0\n",
+            "line 2: seconds is '0.0', expected more than 0 for a pass of the target",
+        ),
+        ("model,new_tokens,context,seconds\ntarget,1.5,0,1\n", "line 2: new_tokens is '1.5'"),
         ("model,new_tokens,context,seconds\ntarget,1,0,1\ntarget,1,0,1\n", "repeats the cell"),
         (
             "model,phase,new_tokens,context,seconds\ntarget,walk,1,0,1\n",

@@ -132,10 +132,23 @@ def test_skew_is_summed_over_iterations(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("layer,tokens,time_us\nqkv_proj,1,x\n", "row 1: time_us is x, expected a number"),
+        (
+            "layer,tokens,time_us\nqkv_proj,1,9\nqkv_proj,1.5,9\n",
+            "row 2: tokens is 1.5, expected a whole number from 0",
+        ),
+        ("layer,tokens,time_us\nqkv_proj,1,0\n", "row 1: time_us is 0, expected a number above 0"),
+        (
+            "layer_name,input,tp_size,latency(ns)\nattn,0,1,0\nq_proj,2.5,1,900\n",
+            "row 2: input is 2.5, expected a whole number",  # a stub is left out, and counts
+        ),
+        (
+            "branch,prefill_chunk,n_decode,kv_decode,step_us,saved_us\nfull,0,1,64,0,0\n",
+            "row 1: step_us is 0, expected a number above 0",
+        ),
         ("layer,tokens,time_us\nwhat,1,3\n", "unknown operator(s) what"),
         (
             "layer_name,input,tp_size,latency(ns)\nq_proj,1,0,900\n",
-            "row 1: tp_size is 0, expected a number from 1",
+            "row 1: tp_size is 0, expected a whole number from 1",
         ),
         (
             "branch,prefill_chunk,n_decode,kv_decode,step_us,saved_us\nfull,0,1,64,9,-\n",
@@ -190,3 +203,25 @@ def test_every_shared_profile_is_read(kind: str, shared_data: Path) -> None:
         found = table(kind, file)
         assert len(found.rows) > 20, file
         assert found.devices[0] in DEVICES, file
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("0.002,1,4", "0.002,1.5,4", "row 2: num_tokens is 1.5, expected a whole number"),
+        ("0.002,1,4", "0,1,4", "row 2: time_stats.add.median is 0.0, expected a number above 0"),
+    ],
+)
+def test_vidurs_counts_are_whole_and_its_times_positive(
+    tmp_path: Path, before: str, after: str, said: str
+) -> None:
+    path = placed(tmp_path, "a100/Llama-2-7b-hf/mlp.csv", MLP.replace(before, after))
+    with pytest.raises(FileError) as error:
+        table("vidur", path)
+    assert str(error.value).startswith(f"{path}: {said}")
+
+
+def test_a_mean_of_tokens_may_have_a_fraction(tmp_path: Path) -> None:
+    text = "n,pc,kp,kv_big,kv_mean,t_skew_us\n32,0,0,512,140.5,153\n"
+    found = table("llmservingsim", placed(tmp_path, "RTX4090/Llama-3.1-8B/tp1/skew.csv", text))
+    assert seconds(found, operator="attention") == pytest.approx([51e-6])

@@ -16,6 +16,9 @@ from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
 from policies.lengths.basic import Autoregressive, Fixed, Oracle
+from policies.lengths.gammatune import GammaTune
+from policies.lengths.huggingface import HFHeuristic
+from simulator.palette import COLOURS, PolicyPlaces
 from simulator.plots import serving as plots
 from simulator.plots.look import SHADES, draw_map, log_ticks, save, series, shading
 from simulator.plots.recording import (
@@ -227,6 +230,75 @@ def test_saved_picture_can_be_read(trace: Trace, logs: list[RoundLog], tmp_path:
 def test_no_two_curves_look_alike() -> None:
     looks = [tuple(map(str, series(i, 1).values())) for i in range(24)]
     assert len(set(looks)) == len(looks)
+
+
+def colours(figure: Figure) -> dict[str, Any]:
+    """Colours of the curves by policy: the first word of a label is its name."""
+    lines = [line for axes in figure.axes for line in axes.get_lines()]
+    named = [line for line in lines if not str(line.get_label()).startswith("_")]
+    return {str(line.get_label()).split()[0]: line.get_color() for line in named}
+
+
+def test_a_policy_has_one_place_and_a_figure_no_colour_twice() -> None:
+    places = PolicyPlaces()
+    first = places.of(["fixed:gamma=2", "oracle", "gammatune", "fixed:gamma=5"])
+    assert first == {"fixed:gamma=2": 0, "gammatune": 1, "fixed:gamma=5": 2}
+    # The family has the place of its first, a setting of its own another than that without.
+    second = places.of(["gammatune", "fixed", "gammatune:eta=0.2", "svip"])
+    assert second == {"gammatune": 1, "fixed": 0, "gammatune:eta=0.2": 3, "svip": 4}
+    many = PolicyPlaces()
+    many.of([f"p{i}" for i in range(6)])
+    drawn = many.of([f"p{i}" for i in (0, 1)] + [f"q{i}" for i in range(6)])
+    assert len({place % len(COLOURS) for place in drawn.values()}) == len(COLOURS)
+    assert many.of(["p5", "q5"]) == {"p5": 5, "q5": drawn["q5"]}
+    assert len({*many.of(f"r{i}" for i in range(20)).values()}) == 20
+
+
+def test_a_policy_has_one_colour_in_all_figures_of_a_recording(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawn: dict[str, Figure] = {}
+
+    def kept(figure: Figure, path: Path, *_: str) -> Path:
+        drawn[path.stem] = figure
+        return path
+
+    monkeypatch.setattr("simulator.plots.look.save_all_kinds", kept)
+    policies = {"hf-heuristic": HFHeuristic(), "gammatune": GammaTune(), "fixed:gamma=4": Fixed(4)}
+    logs = [replay(trace, policy, name=name) for name, policy in policies.items()]
+    save_all(trace, LATENCY, logs, tmp_path, texts=[*policies], resamples=10)
+    by_ratio, by_length = colours(drawn["cost_ratio"]), colours(drawn["robustness"])
+    assert len({*by_ratio.values()}) == len(policies)
+    for name in ("hf-heuristic", "gammatune"):
+        assert by_length[name] == by_ratio[name]
+    assert by_length["fixed"] == by_ratio["fixed:gamma=4"]
+
+
+def test_a_policy_has_one_colour_in_all_figures_of_serving() -> None:
+    base = Scenario(Poisson(1), Limits(max_batch=4), requests=20)
+    policies = {
+        "autoregressive": Autoregressive(),
+        "fixed": Fixed(3),
+        "oracle": Oracle(gamma_max=4),
+    }
+    rows = sweep(SMALL, GRID, policies, over_rates(base, [0.2, 1.0]))
+    places = PolicyPlaces()
+    load = colours(plots.plot_latency_load(rows, places=places))
+    # A policy whose requests were all refused at the last load is not drawn over time.
+    left = [row for row in rows if row["policy"] != "autoregressive"]
+    over_time = colours(plots.plot_over_time(left, places))
+    assert over_time == {name: load[name] for name in ("fixed", "oracle")}
+    pareto = colours(plots.plot_pareto(left, places))
+    assert pareto["fixed"] == load["fixed"]
+
+
+def test_a_policy_has_one_colour_in_all_figures_of_a_sweep() -> None:
+    rows = [row for i in range(4) for row in batches(f"fixed:gamma={2**i}", (1 + i / 10, 1.0))]
+    places = PolicyPlaces()
+    lines = colours(plot_break_even(iid_grid(), places=places))
+    found = colours(plot_batches(pd.DataFrame(rows), places=places))
+    for name in ("fixed:gamma=1", "fixed:gamma=8"):
+        assert found[name] == lines[name]
 
 
 def test_replications_are_drawn_with_their_intervals_and_break_even_names_its_policy():

@@ -122,6 +122,17 @@ def test_nobody_is_sent_to_a_synthetic_trace_for_a_pairs_acceptance(
     assert "--acceptance 0.72,0.50,0.33 from your server's log (--trace " in refused.refusal
 
 
+@pytest.mark.parametrize("command", ["simulate", "papers", "report"])
+def test_a_refusal_recommends_options_of_its_own_command(
+    command: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TRACE_VARIABLE, raising=False)
+    told = run(command, "--latency", "h100/llama-3.1-8b+llama-3.2-1b").refusal
+    known = set(re.findall(r"--[a-z-]+", run(command, "--help").out))
+    assert "--acceptance" in known or "borrows that pair's acceptance" in told
+    assert set(re.findall(r"--[a-z-]+", told)) <= known
+
+
 def test_composed_latencies_carried_over_to_the_gpu_are_near_what_was_measured() -> None:
     """Operators that others timed on an H100, against compiled passes on the H200.
 

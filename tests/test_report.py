@@ -237,6 +237,19 @@ def test_the_page_says_whose_costs_these_are_and_what_they_leave_out(
     assert "priced with constant latencies" in out.read_text()
 
 
+def test_the_page_says_that_lossy_rules_are_left_out(run: Run, tmp_path: Path) -> None:
+    write_trace(recording(), tmp_path / "trace.parquet")
+    write_latency(latency((1,)), tmp_path / "latency.parquet")
+    out = tmp_path / "report.html"
+    common = ("report", "--run", tmp_path, "--out", out, "--resamples", 5, "--no-serve")
+    said = "not listed: methods that verify by cm-asd, spec-verification, csd-ocm, csd-scg, csd, "
+    for named in ((), ("--policy", "fixed:gamma=2")):
+        ran = run(*common, *named).ok()
+        for text in (out.read_text().partition("</header>")[0], ran.said):
+            assert (said in text) == (not named)
+            assert ("because these rules change the output" in text) == (not named)
+
+
 def test_no_fixed_length_is_said_to_adapt() -> None:
     given = [fixed_two(recording()), replay(recording(), Fixed(16), name="fixed:gamma=16")]
     always = drafting_always(latency((1,)), 2), [always_drafted(log, 2) for log in given[:1]]

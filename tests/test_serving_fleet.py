@@ -27,6 +27,8 @@ from simulator.serving import (
     Scenario,
     simulate,
 )
+from simulator.serving import run as serving_run
+from simulator.serving.compiled.engine import CompiledRun
 from simulator.serving.outcome.report import Run, joined_runs
 from simulator.serving.routers import Router, describe_router, parse_router
 from tests import queues
@@ -129,6 +131,33 @@ def test_replicas_on_one_clock_are_replicas_by_themselves(
     last = alone.replicas - 1
     parts = [simulate(SIGNALLED, GRID, policy, alone, only=o) for o in (range(last), [last])]
     assert_alike(joined_runs(parts), run)
+
+
+@pytest.mark.parametrize("limit_s", [None, 0.7, 1e3])
+def test_replicas_without_a_request_are_counted_and_not_run(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float | None
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(
+        serving_run, "CompiledRun", lambda *args: ran.append(args[2]) or CompiledRun(*args)
+    )
+    scenario = Scenario(
+        Poisson(5.0), Limits(2), requests=3, replicas=4000, warmup=0.0, max_time_s=limit_s
+    )
+    run = simulate(SIGNALLED, GRID, Fixed(3), scenario)
+    assert ran == [[0], [1], [2], [3]]  # the last is counted for all that get no request
+    each = [simulate(SIGNALLED, GRID, Fixed(3), scenario, only=[i]) for i in range(4)]
+    each += [each[-1]] * 3996
+    assert run.replicas == 4000
+    assert_alike(run, joined_runs(each))
+
+
+def test_replicas_on_one_clock_are_bounded() -> None:
+    closed = Scenario(ClosedLoop(5000), Limits(2), requests=3, replicas=5000)
+    compared = replace(closed, arrivals=Poisson(5.0), router=LeastRequests())
+    for scenario, why in ((closed, "closed loop"), (compared, "router least-requests")):
+        with pytest.raises(DraftsimError, match=f"5000, and the.*{why}.*at most 4096"):
+            simulate(SIGNALLED, GRID, Fixed(3), scenario)
 
 
 @pytest.mark.invariant(3)

@@ -28,7 +28,11 @@ def test_times_have_units_or_are_seconds(text: str, targets: Targets) -> None:
     ("text", "message"),
     [
         ("", "bound nothing: give ttft, tpot or both"),
-        ("ttft", "'ttft' is not of the form key=value (targets: ttft, tpot, p)"),
+        (
+            "ttft",
+            "'ttft' is not of the form key=value (targets: ttft, tpot, p), as in "
+            "ttft=200ms,tpot=0.03,p=0.95",
+        ),
         ("itl=1", "has no target 'itl': choose from ttft, tpot, p"),
         ("ttft=x", "ttft is 'x', expected a time such as 200ms, 0.2s or 0.2"),
         ("ttft=ms", "ttft is 'ms', expected a time"),
@@ -61,3 +65,11 @@ def test_other_options_are_named_and_impossible_targets_refused() -> None:
 def test_targets_are_said_in_words() -> None:
     assert str(Targets(0.2, 0.03)) == "TTFT 200 ms and TPOT 30 ms"
     assert str(Targets(tpot_s=0.03)) == "TPOT 30 ms"
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_example_of_an_error_is_read(share: bool) -> None:
+    with pytest.raises(DraftsimError) as error:
+        parse_targets("foo", share=share)
+    found = parse_targets(str(error.value).split(", as in ")[1], share=share)
+    assert found == Targets(0.2, 0.03)

@@ -54,9 +54,14 @@ def test_composed_latencies_of_other_models_are_named_and_carried_over(run: Run)
         "tune", "--engine", "vllm", "--trace", "qwen-coder-cpu", "--resamples", "4", "--batch",
         "1,8", "--latency", "h100/llama-3.1-8b+llama-3.2-1b", "--weights", "fp8", "--json", "-",
     )  # fmt: skip
+    # The named models of these sizes have weights of 16 bits.
     line = ran.document["launch"]
-    assert line.startswith("vllm serve meta-llama/Llama-3.1-8B --speculative-config ")
-    assert '"model": "meta-llama/Llama-3.2-1B-Instruct"' in line
+    assert line.startswith("vllm serve TARGET --speculative-config ")
+    assert '"model": "DRAFT"' in line
+    assert "model" not in ran.document["settings"]
+    [asked] = [w for w in ran.document["warnings"] if "quantised ones" in w]
+    assert asked.endswith("name quantised ones for TARGET (in fp8) and DRAFT (in fp8)")
+    assert 'the drafter in fp8 is another checkpoint than the recorded one: add "model"' in ran.said
     said = " ".join(ran.err.split())
     there = "h100, target in fp8, draft in fp8"
     assert f"{there}), at the costs of" in said.partition(" vllm: ")[0]
@@ -67,11 +72,41 @@ def test_composed_latencies_of_other_models_are_named_and_carried_over(run: Run)
 
 
 @pytest.mark.parametrize(
+    ("weights", "target", "draft"),
+    [
+        ("bf16", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("target=awq-int4", "TARGET", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("draft=fp8", "meta-llama/Llama-3.1-8B", "DRAFT"),
+    ],
+)
+def test_models_in_the_format_recorded_keep_their_names(
+    weights: str, target: str, draft: str, run: Run
+) -> None:
+    ran = run(
+        "tune", "--engine", "vllm", "--trace", "qwen-coder-cpu", "--resamples", "4", "--batch",
+        "1", "--latency", "h100/llama-3.1-8b+llama-3.2-1b", "--weights", weights, "--json", "-",
+    )  # fmt: skip
+    line = ran.document["launch"]
+    assert line.startswith(f"vllm serve {target} --speculative-config ")
+    assert f'"model": "{draft}"' in line
+    asked = [w for w in ran.document["warnings"] if "quantised ones" in w]
+    assert len(asked) == (weights != "bf16")
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         (("{}/latency.parquet", "--gpu", "h100,a100"), "expected one GPU: run the command once"),
         (("{}/latency.parquet", "--gpu", "h2o"), "did you mean 'h20"),
         (("{}/latency.parquet", "--weights", "awk-int4"), "did you mean 'awq-int4'"),
+        (
+            ("{}/latency.parquet", "--weights", "awk-int4"),
+            "write fp8 (both models), or target=awq-int4,draft=bf16",
+        ),
+        (
+            ("{}/latency.parquet", "--weights", "target=fp8,awq-int4"),
+            "as in target=awq-int4,draft=bf16, or fp8 (both models)",
+        ),
         (
             ("{}/latency.parquet", "--weights", "fp8=target"),
             "no model 'fp8': choose from target, ",

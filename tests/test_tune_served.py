@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -33,7 +34,7 @@ from simulator.tune.served import (
 from simulator.tune.settings import about_rising
 from simulator.tune.sglang import tune_sglang
 from simulator.tune.single import tune_single
-from simulator.tune.vllm import tune_vllm
+from simulator.tune.vllm import about_every_length, tune_vllm
 from tests.tuning import batched, iid, loads
 from traces.latency.table import LatencyTable
 
@@ -104,7 +105,10 @@ def test_where_no_table_can_be_as_fast_as_no_draft_model_the_row_says_off() -> N
     assert one["setting"] != "K=0"
     assert many["setting"] == "K=0"
     assert many["gain_hi"] < 1 - 1e-3
-    assert any("slower than no speculation" in w for w in tuned.warnings)
+    assert any("the setting is slower than no speculation" in w for w in tuned.warnings)
+    [said] = [w for w in tuned.warnings if "every K is slower than no speculation" in w]
+    assert said.startswith("from batch 64 on every K is slower than no speculation, the best by ")
+    assert "% at batch 64: K = 0 still runs the drafter (slower by " in said
     assert isinstance(tuned.policy_at(1), BatchTable)
     assert isinstance(tuned.policy_at(64), Autoregressive)
     loads = [closed_load(trace, b, seed=check_seed(0)) for b in (1, 64)]
@@ -112,6 +116,25 @@ def test_where_no_table_can_be_as_fast_as_no_draft_model_the_row_says_off() -> N
     assert table["not_worse"].tolist() == [True, False]
     deployed = compare_served(trace, latency, [tuned.policy_at(b) for b in (1, 64)], loads)
     assert deployed["not_worse"].all()
+
+
+def test_lengths_beaten_at_every_later_batch_are_said() -> None:
+    options, table = [0, 1, 3], np.array([[2], [1], [1]])
+    alone = [np.array([[8.0], [9.0], [12.0]]), np.array([[6.0], [9.0], [7.0]])] * 2
+
+    def said(plain: list[float | None]) -> list[str]:
+        return about_every_length([1, 8, 64], options, table, alone[:3], plain)
+
+    # Faster at the last batch, or no speculation is not to be deployed there.
+    assert said([10.0, 10.0, 10.0]) == []
+    assert said([10.0, 10.0, None]) == []
+    assert said([10.0, 10.0, 15.0]) == [
+        "from batch 8 on every K is slower than no speculation, the best by 10.0% at batch 8, "
+        "20.0% at batch 64: the table keeps K=1, because K = 0 still runs the drafter (slower by "
+        "40.0% at batch 8, 46.7% at batch 64)"
+    ]
+    table[1:] = 0
+    assert ": K = 0 still runs" in said([10.0, 10.0, 15.0])[0]
 
 
 def test_off_in_a_table_is_not_priced_as_an_engine_without_a_draft_model() -> None:
@@ -123,6 +146,15 @@ def test_off_in_a_table_is_not_priced_as_an_engine_without_a_draft_model() -> No
     bare = served_rates(trace, latency, [Fixed(0)], closed_load(trace, 16), 2).mean()
     assert idle < drafting < bare
     tuned = tune_vllm(trace, latency, [1, 16], lengths=LENGTHS, draws=50)
+    [said] = [w for w in tuned.warnings if "every K is slower than no speculation" in w]
+    found = re.fullmatch(
+        r"from batch 16 on .*, the best by ([\d.]+)% at batch 16: the table keeps K=\d, because "
+        r"K = 0 still runs the drafter \(slower by ([\d.]+)% at batch 16\)",
+        said,
+    )
+    assert found is not None
+    assert 1 - float(found[2]) / 100 == pytest.approx(idle / bare, abs=0.02)
+    assert 0 < float(found[1]) < float(found[2])
     assert "K=0" not in [row["setting"] for row in tuned.rows]
     assert tuned.rows[1]["deploy"] == "off"
 

@@ -49,8 +49,8 @@ def load_recording(
     carry = partial(carried, gpu=gpu, weights=weights, say=remark) if gpu or weights else None
     tables = latencies(given) if given else None
     return recording.load_recording(
-        name, tables, source, carry=carry, from_environment=given_name(name) is None, say=remark,
-        **how,
+        name, tables, source, carry=carry, from_environment=given_name(name) is None,
+        takes_acceptance="acceptance" in how, say=remark, **how,
     )  # fmt: skip
 
 
@@ -182,7 +182,11 @@ def weight_formats(text: str | None) -> dict[str, WeightFormat]:
 
     if text is None:
         return {}
-    if "=" not in text:
-        return dict.fromkeys(ROLES, find_format(text))
-    given = assignments(text, f"--weights {text}", ROLES, "model")
-    return {role: find_format(name) for role, name in given.items()}
+    where, each, both = f"--weights {text}", "target=awq-int4,draft=bf16", "fp8 (both models)"
+    given = dict.fromkeys(ROLES, text)
+    if "=" in text:
+        given = assignments(text, where, ROLES, "model", f"{each}, or {both}")
+    try:
+        return {role: find_format(name) for role, name in given.items()}
+    except DraftsimError as error:
+        raise DraftsimError(f"{where}: {error}; write {both}, or {each}") from None

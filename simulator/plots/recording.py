@@ -16,7 +16,7 @@ from policies.from_file import split_name
 from policies.registry import PLAIN, is_bound
 from simulator.bootstrap import interval, ratio, resamples
 from simulator.chosen import FITTED
-from simulator.palette import COLOURS, GREY, INK
+from simulator.palette import COLOURS, GREY, INK, PolicyPlaces
 from simulator.plots import look
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, own_ratios, speedup_at
@@ -179,12 +179,18 @@ def _policy_labels(rows: pd.DataFrame) -> list[str]:
     return [f"{p} ({v})" if several else str(p) for p, v in pairs]
 
 
-def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRatios) -> Figure:
+def plot_cost_ratio(
+    logs: Sequence[RoundLog],
+    latency: LatencyTable,
+    own: OwnRatios,
+    places: PolicyPlaces | None = None,
+) -> Figure:
     """Draw the speedup against c = T_draft / T_target for each log.
 
     Rounds are priced by the pair's `latency`, with drafting scaled from its `own` ratio to c
     (`simulator.ratios.carried_sums`).  So the curves meet the table's speedups at the pair's c,
-    which is marked; a logarithmic axis has no place for c = 0.
+    which is marked; a logarithmic axis has no place for c = 0.  ``places`` are those of figures
+    drawn before, whose colours are kept.
     """
     shown = own.ratio or 1.0
     c = np.unique([*np.geomspace(min(0.005, shown), max(1.0, shown), 200), shown])
@@ -194,15 +200,17 @@ def plot_cost_ratio(logs: Sequence[RoundLog], latency: LatencyTable, own: OwnRat
     rules = len({log.verify for log in logs})
     here = [float(speedup_at(s, own.ratio, own.verify)[0]) for s in sums]
     order = np.argsort([-speedup for speedup in here])
+    names = [log.policy + (f" ({log.verify})" if rules > 1 else "") for log in logs]
+    at = (places or PolicyPlaces()).of(names)
     # Bounds come last in the legend: no engine can run them.
     for i in sorted(order, key=lambda i: is_bound(logs[i].policy)):
-        label = logs[i].policy + (f" ({logs[i].verify})" if rules > 1 else "")
+        label = names[i]
         label += " (bound)" if is_bound(logs[i].policy) else ""
         # Its settings are those for the pair's own c, so that others may pass it elsewhere.
         label += " (not refitted)" if split_name(logs[i].policy)[0] == FITTED else ""
         label += " ~" if logs[i].fidelity == "approximate" else ""
         label += f"  {three_digits(here[i])}"
-        line_of = look.series(int(i), len(c), logs[i].policy)
+        line_of = look.series(at.get(names[i], 0), len(c), logs[i].policy)
         if logs[i].fidelity == "approximate" and not is_bound(logs[i].policy):
             line_of["linewidth"] = 0.9
         axes.plot(c, speedup_at(sums[i], c, own.verify), label=label, **line_of)
@@ -265,19 +273,22 @@ def plot_survival(trace: Trace, gamma: int = 16) -> Figure:
     return figure
 
 
-def plot_robustness(speedups: pd.DataFrame) -> Figure:
+def plot_robustness(speedups: pd.DataFrame, places: PolicyPlaces | None = None) -> Figure:
     """Draw the speedup against initial gamma, relative to the mean of fixed lengths.
 
     ``speedups`` is what `robustness.speedup_by_gamma` returns, ``fixed`` among its policies.
+    ``places`` are those of figures drawn before, whose colours are kept.
     """
     mean = float(speedups.loc[speedups["policy"] == "fixed", "speedup"].mean())
     if not mean > 0:
         raise DraftsimError("the policy fixed, to which speedups are relative, is not in the table")
     figure, axes = look.canvas(6.4, 3.6)
-    for i, (name, part) in enumerate(speedups.groupby("policy", sort=False)):
+    at = (places or PolicyPlaces()).of(speedups["policy"].astype(str))
+    for name, part in speedups.groupby("policy", sort=False):
         value = part["speedup"].to_numpy(float) / mean
         label = f"{name}  {value.mean():.2f} ± {value.std(ddof=1):.2f}"
-        axes.plot(part["gamma"], value, label=label, **look.series(i, 1))
+        line_of = look.series(at.get(str(name), 0), 1, str(name))
+        axes.plot(part["gamma"], value, label=label, **line_of)
     axes.axhline(1, color=INK, linewidth=0.8)
     ticks = sorted({int(g) for g in speedups["gamma"]})
     look.powers_of_two(axes, [g for g in ticks if g in (1, 2, 3, 4, 6, 8, 12, 16, 24)])
@@ -374,6 +385,7 @@ def _of_decoding(
     """Return the plots of decoding alone, without prefill, and a line on what each leaves out."""
     figures: dict[str, Figure] = {}
     said = []
+    places = PolicyPlaces()
     drafted = [log for log in logs if log.source == DRAFT_MODEL]
     if is_one_pass(latency):
         said.append(
@@ -382,7 +394,7 @@ def _of_decoding(
         )
     elif drafted:
         own = own_ratios(trace, latency)
-        figures["cost_ratio"] = plot_cost_ratio(drafted, latency, own)
+        figures["cost_ratio"] = plot_cost_ratio(drafted, latency, own, places)
     elsewhere = [log.policy for log in logs if log.source != DRAFT_MODEL]
     if elsewhere and "cost_ratio" in figures:
         said.append(
@@ -396,6 +408,6 @@ def _of_decoding(
     except DraftsimError as error:
         said.append(f"robustness.png is not drawn: {error}")
     else:
-        figures["robustness"] = plot_robustness(speedups)
+        figures["robustness"] = plot_robustness(speedups, places)
         said += left_out
     return figures, said

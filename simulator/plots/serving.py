@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,7 @@ from policies.lengths.basic import Autoregressive
 from policies.registry import PLAIN, is_bound
 from policies.rules.base import VerifyRule
 from simulator.capacity import FINE
-from simulator.palette import GREY, INK
+from simulator.palette import GREY, INK, PolicyPlaces
 from simulator.plots import look
 from simulator.serving import Scenario, over_batches, sweep
 from simulator.serving.study import break_even_load
@@ -38,17 +38,19 @@ SLOWER_FASTER = LinearSegmentedColormap.from_list("diverging", ["#8C4A00", "#FFF
 """Brown below a speedup of 1, blue above it."""
 
 
-def plot_latency_throughput(rows: Rows) -> Figure:
+def plot_latency_throughput(rows: Rows, places: PolicyPlaces | None = None) -> Figure:
     """Plot mean TPOT against throughput, a curve a policy, a point a batch size (CM-ASD, Fig. 2).
 
-    Replications are drawn with their 95% intervals.
+    Replications are drawn with their 95% intervals.  ``places`` are those of figures drawn before,
+    whose colours are kept.
     """
     frame = _frame(rows)
     figure, axes = look.canvas(6.0, 3.8)
+    looks = _looks(frame["policy"], places)
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("batch")
         x, y = line["throughput_tok_s"], 1e3 * line["tpot_s_mean"]
-        line_of = look.series(i, 1, policy)
+        line_of = looks[policy]
         axes.plot(x, y, **line_of, label=_label(policy))
         if _replicated(line, "tpot_s"):
             bar = {"color": line_of["color"], "linewidth": 1}
@@ -74,11 +76,16 @@ def plot_latency_throughput(rows: Rows) -> Figure:
     return figure
 
 
-def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None = None) -> Figure:
+def plot_latency_load(
+    rows: Rows,
+    latency: str = "e2e_s",
+    baseline: str | None = None,
+    places: PolicyPlaces | None = None,
+) -> Figure:
     """Plot the mean latency against offered load, and the load at which each policy breaks even.
 
     `latency` is ``ttft_s``, ``tpot_s`` or ``e2e_s``.  `baseline` is the policy to break even with;
-    by default the first.
+    by default the first.  ``places`` are those of figures drawn before, whose colours are kept.
     """
     frame = _frame(rows)
     if frame["rate"].isna().any():
@@ -91,9 +98,10 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
     metric = f"{latency}_mean"
     unit, per_s = ("s", 1) if latency == "e2e_s" else ("ms", 1e3)
     crossed = 0
-    for i, (policy, part) in enumerate(_by_policy(frame)):
+    looks = _looks(frame["policy"], places)
+    for policy, part in _by_policy(frame):
         line = part.sort_values("rate")
-        line_of = look.series(i, 1, policy)
+        line_of = looks[policy]
         axes.plot(line["rate"], per_s * line[metric], **line_of, label=_label(policy))
         if _replicated(line, latency):
             low, high = (per_s * line[f"{latency}_{end}"] for end in ("lo", "hi"))
@@ -124,12 +132,12 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
     return figure
 
 
-def plot_pareto(rows: Rows) -> Figure:
+def plot_pareto(rows: Rows, places: PolicyPlaces | None = None) -> Figure:
     """Draw output tokens/s of one user against those of all, one curve a policy.
 
     A point is a batch size or a load; a user's tokens/s are 1 / TPOT.  The grey line joins the
     points that no other point exceeds in both (as vLLM's ``bench sweep plot_pareto``), without
-    the oracle's.
+    the oracle's.  ``places`` are those of figures drawn before, whose colours are kept.
     """
     frame = _frame(rows).assign(user=lambda all_rows: 1 / all_rows["tpot_s_mean"])
     loads = bool(frame["concurrency"].isna().any())
@@ -141,10 +149,10 @@ def plot_pareto(rows: Rows) -> Figure:
         best["user"], best["throughput_tok_s"], color=GREY, linewidth=6, alpha=0.35, zorder=0,
         label="best of all" if len({*real["policy"]}) > 1 else "_",
     )  # fmt: skip
-    for i, (policy, part) in enumerate(_by_policy(frame)):
+    looks = _looks(frame["policy"], places)
+    for policy, part in _by_policy(frame):
         line = part.sort_values("rate" if loads else "concurrency")
-        line_of = look.series(i, 1, policy)
-        axes.plot(line["user"], line["throughput_tok_s"], **line_of, label=_label(policy))
+        axes.plot(line["user"], line["throughput_tok_s"], **looks[policy], label=_label(policy))
     width, height = (float(frame[name].max()) for name in ("user", "throughput_tok_s"))
     named: list[tuple[str, float, float]] = []
     for _, row in best.iterrows():
@@ -167,10 +175,11 @@ def plot_pareto(rows: Rows) -> Figure:
     return figure
 
 
-def plot_over_time(rows: Rows) -> Figure:
+def plot_over_time(rows: Rows, places: PolicyPlaces | None = None) -> Figure:
     """Draw requests running and KV blocks in use over simulated time, one curve a policy.
 
-    Rows of one load or batch size; of replications, the first is drawn.
+    Rows of one load or batch size; of replications, the first is drawn.  ``places`` are those of
+    figures drawn before, whose colours are kept.
     """
     if not rows:
         raise DraftsimError("there are no rows to draw: sweep first")
@@ -179,9 +188,10 @@ def plot_over_time(rows: Rows) -> Figure:
     panels = figure.subplots(1 + blocks, 1, sharex=True, squeeze=False)[:, 0]
     each = "\nper replica" if rows[0]["replicas"] > 1 else ""
     shown = [("batch", f"requests running{each}"), ("kv_blocks", f"KV blocks in use{each}")]
+    looks = _looks([row["policy"] for row in rows], places)
     for axes, (name, label) in zip(panels, shown, strict=False):
-        for i, row in enumerate(rows):
-            line_of = {**look.series(i, 1, row["policy"]), "marker": ""}
+        for row in rows:
+            line_of = {**looks[row["policy"]], "marker": ""}
             times, values = row["over_time"]["time_s"], row["over_time"][name]
             axes.step(times, values, where="post", **line_of, label=_label(row["policy"]))
         axes.set_ylabel(label)
@@ -274,6 +284,13 @@ def _by_policy(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(str(name), part) for name, part in frame.groupby("policy", sort=False)]
 
 
+def _looks(policies: Iterable[str], places: PolicyPlaces | None) -> dict[str, dict[str, Any]]:
+    """Return the line and marker of each policy, at its place among those drawn before."""
+    names = list(dict.fromkeys(map(str, policies)))
+    at = (places or PolicyPlaces()).of(names)
+    return {name: look.series(at.get(name, 0), 1, name) for name in names}
+
+
 def _label(policy: str) -> str:
     return f"{policy} (bound)" if is_bound(policy) else policy
 
@@ -309,6 +326,8 @@ def draw(
     load.  `say` is called with what cannot be drawn.
     """
     said = assumption(latency, max(s.limits.max_batch for s in scenarios))
+    places = PolicyPlaces()
+    places.of(row["policy"] for row in rows)
 
     def save(figure: Figure, name: str) -> Path:
         return look.save_all_kinds(figure, folder / f"{name}.png", said, title)
@@ -316,7 +335,7 @@ def draw(
     def pareto() -> list[Path]:
         """Draw tokens/s of a user against those of all; nothing if no output has two tokens."""
         spoken = [row for row in finished if row["tpot_s"]["mean"] > 0]
-        return [save(plot_pareto(spoken), "pareto")] if spoken else []
+        return [save(plot_pareto(spoken, places), "pareto")] if spoken else []
 
     finished = [row for row in rows if row["requests"]]
     if not finished:
@@ -326,7 +345,7 @@ def draw(
     most = max(row["rate"] or 0 for row in finished)
     last = [row for row in finished if (row["rate"] or 0) == most]
     if base.arrivals.concurrency is None:
-        written = [save(plot_over_time(last), "over_time")]
+        written = [save(plot_over_time(last, places), "over_time")]
         loads = {row["rate"] for row in finished}
         if loads == {None}:
             say("all arrivals have the same time: there is no load to draw latency against")
@@ -337,15 +356,15 @@ def draw(
         for metric, name in (("e2e_s", "e2e"), ("tpot_s", "tpot"), ("ttft_s", "ttft")):
             drawn = [row for row in finished if row[metric]["mean"] == row[metric]["mean"]]
             if drawn:
-                figure = plot_latency_load(drawn, metric, baseline)
+                figure = plot_latency_load(drawn, metric, baseline, places)
                 written.append(save(figure, f"load_{name}"))
         return written
     largest = max(row["batch"] for row in finished)
     last = [row for row in finished if row["batch"] == largest]
     written = [
         *pareto(),
-        save(plot_latency_throughput(finished), "latency_throughput"),
-        save(plot_over_time(last), "over_time"),
+        save(plot_latency_throughput(finished, places), "latency_throughput"),
+        save(plot_over_time(last, places), "over_time"),
     ]
     if base.one_stream:
         return written

@@ -19,7 +19,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from policies.from_file import split_name
 from policies.registry import is_bound
 from policies.spec import split_items
-from simulator.palette import COLOURS, GREY, INK
+from simulator.palette import COLOURS, GREY, INK, PolicyPlaces
 from simulator.plots import look
 from simulator.whatif.breakeven import Surface, break_even, surface
 from simulator.whatif.ladder import PARTS
@@ -53,13 +53,14 @@ MOST_LINES = 7
 def figures(frame: pd.DataFrame) -> dict[str, Figure]:
     """Return every figure that the axes of a sweep's table allow, by file name."""
     drawn: list[tuple[str, Figure]] = []
+    places = PolicyPlaces()
     rates = frame["alpha_asked"].notna().all()
     first = frame[frame["batch"] == frame["batch"].iloc[0]]
     by_ratio = first[first["latency"] == "ratio"]
     of_batch = _only(frame, "batch", "batch")
     if rates and by_ratio["alpha_asked"].nunique() > 1 and by_ratio["c"].nunique() > 1:
         if np.isfinite(break_even(by_ratio, "c")["break_even"].to_numpy(float)).any():
-            drawn.append(("break_even_c", plot_break_even(by_ratio, of_batch.rstrip())))
+            drawn.append(("break_even_c", plot_break_even(by_ratio, of_batch.rstrip(), places)))
         drawn.append(("map_c_alpha", plot_maps(by_ratio, of=of_batch)))
         if by_ratio["adapting"].notna().all():
             drawn.append(("adapting", plot_adapting(by_ratio, of_batch.rstrip())))
@@ -88,7 +89,7 @@ def figures(frame: pd.DataFrame) -> dict[str, Figure]:
     one = priced[priced["alpha"] == priced["alpha"].min()] if len(priced) else priced
     if len(one) and one["batch"].nunique() > 1 and one["context"].fillna(-1).nunique() == 1:
         lowest = _only(priced.sort_values("alpha"), "alpha_asked", "α").rstrip()
-        drawn.append(("speedup_batch", plot_batches(one, lowest)))
+        drawn.append(("speedup_batch", plot_batches(one, lowest, places)))
     return dict(drawn)
 
 
@@ -136,12 +137,15 @@ def _by_length(frame: pd.DataFrame) -> pd.DataFrame:
     return rows[rows.groupby("policy")["gamma"].transform("nunique") > 1]
 
 
-def plot_break_even(frame: pd.DataFrame, of: str = "") -> Figure:
+def plot_break_even(
+    frame: pd.DataFrame, of: str = "", places: PolicyPlaces | None = None
+) -> Figure:
     """Draw the largest c with a speedup over alpha: a line per policy.
 
     The band is where the bounds of the speedup's interval cross 1.  If there are many policies,
     those with the largest c are named and the others thin.  A policy with a speedup at every c has
-    an arrow at the largest.  ``of`` is the legend's title.
+    an arrow at the largest.  ``of`` is the legend's title.  ``places`` are those of figures drawn
+    before, whose colours are kept.
     """
     found, key = break_even(frame, "c"), "alpha_asked"
     names = list(dict.fromkeys(found["policy"].astype(str)))
@@ -158,6 +162,7 @@ def plot_break_even(frame: pd.DataFrame, of: str = "") -> Figure:
         part = found[found["policy"] == name].sort_values(key)
         axes.plot(part[key], _finite(part["break_even"]), **OTHERS)
         beyond(part, OTHERS["color"], 0)
+    places_of = (places or PolicyPlaces()).of(chosen)
     for i, name in enumerate(chosen):
         part = found[found["policy"] == name].sort_values(key)
         at = part[key].to_numpy(float)
@@ -169,7 +174,9 @@ def plot_break_even(frame: pd.DataFrame, of: str = "") -> Figure:
             label += " (a speedup everywhere)"
         elif np.isnan(raw).all():
             label += " (no line)"
-        line_of = look.series(i, len(at))
+        # A point without a neighbour is seen by its marker alone, of a bound as well.
+        line_of: dict[str, Any] = {"marker": "D", "markersize": 4}
+        line_of |= look.series(places_of.get(name, 0), len(at), name)
         axes.fill_between(
             at, low, high, where=np.isfinite(mid), color=line_of["color"], alpha=0.12, linewidth=0
         )
@@ -226,14 +233,15 @@ def plot_adapting(frame: pd.DataFrame, of: str = "") -> Figure:
     return figure
 
 
-def plot_batches(frame: pd.DataFrame, of: str = "") -> Figure:
+def plot_batches(frame: pd.DataFrame, of: str = "", places: PolicyPlaces | None = None) -> Figure:
     """Draw the speedup against the batch, a panel for each latency table on each GPU.
 
     The fixed lengths are one line, at each batch the fastest of them; bands are the intervals over
     prompts.  Of many policies the fastest on average are drawn, and the legend counts the others.
-    ``of`` is the legend's title.  Raises DraftsimError if fewer than two batches or no latency
-    table were swept.
+    ``of`` is the legend's title, and ``places`` are those of figures drawn before, whose colours
+    are kept.  Raises DraftsimError if fewer than two batches or no latency table were swept.
     """
+    places = places or PolicyPlaces()
     rows = frame[frame["latency"] != "ratio"]
     rows = rows.assign(gpu=rows["gpu"].astype(str))
     names = list(dict.fromkeys(zip(rows["latency"], rows["gpu"], strict=True)))
@@ -254,9 +262,10 @@ def plot_batches(frame: pd.DataFrame, of: str = "") -> Figure:
         fixed_name = str(swept[0]) if len(swept) == 1 else "best fixed length"
         lines = [(fixed_name, best)] if len(best) else []
         lines += [(policy, own[own["policy"] == policy]) for policy in others]
-        for i, (label, found) in enumerate(lines):
+        at = places.of(label for label, _ in lines)
+        for label, found in lines:
             line = found.sort_values("batch")
-            line_of = look.series(i, len(line), label)
+            line_of = look.series(at.get(label, 0), len(line), label)
             called = f"{label}\n(knows every outcome)" if is_bound(label) else label
             axes.plot(line["batch"], line["speedup"], label=called, **line_of)
             axes.fill_between(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -91,14 +91,22 @@ def simulate(
     if not scenario.splits:
         return run(jobs, replicas, {})
     shares, marks = _shares(scenario, jobs, replicas, serving.marked, choosing)
-    return joined_runs([run(iter(shares[i]), [i], marks) for i in replicas])
+    runs = [run(iter(shares[i]), [i], marks) for i in replicas if shares[i]]
+    if idle := [i for i in replicas if not shares[i]]:
+        # All that get no request are alike: one is run, and counted for the others, too.
+        runs.append(replace(run(iter(()), idle[:1], marks), replicas=len(idle)))
+    return joined_runs(runs)
 
 
 def check_mode(
     trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario,
     rule: VerifyRule | None,
 ) -> None:  # fmt: skip
-    """Raise DraftsimError if the mode of `scenario` cannot serve these drafts or this policy."""
+    """Raise DraftsimError if `scenario` cannot serve these drafts or this policy.
+
+    Its mode may not fit, or too many replicas share a clock.
+    """
+    scenario.check_clock()
     mode, batched = scenario.mode, isinstance(policy, BatchPolicy)
     if not scenario.one_stream:
         if batched and mode in ("static-minimum", "static-mean"):

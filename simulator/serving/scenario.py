@@ -19,6 +19,8 @@ ONE_STREAM = ("pearl", "dsi")
 """Modes that draft while the target verifies, one request at a time."""
 MOST = {"requests": 1_000_000_000, "replications": 10_000, "replicas": 65_536}
 """Beyond these a run would not fit into any machine."""
+ONE_CLOCK = 4096
+"""Most replicas that share a clock: every request and every step goes through all of them."""
 
 FILLS = 10
 """Requests of a closed loop for each client, at least, unless a number is given.  The
@@ -149,6 +151,18 @@ class Scenario:
                 raise DraftsimError(f"{name} is {value}, expected at most {MOST[name]}")
         if self.seed < 0:
             raise DraftsimError(f"seed is {self.seed}, expected a whole number >= 0")
+
+    def check_clock(self) -> None:
+        """Raise DraftsimError if more than `ONE_CLOCK` replicas share a clock."""
+        if self.replicas > ONE_CLOCK and not self.splits:
+            why = (
+                f"the router {describe_router(self.router)} compares them at every request"
+                if self.router.reads_load else "the requests of a closed loop share one clock"
+            )  # fmt: skip
+            raise DraftsimError(
+                f"replicas is {self.replicas}, and {why}: expected at most {ONE_CLOCK}; more need "
+                "arrivals at a rate, and the router round-robin or random"
+            )
 
     @property
     def one_stream(self) -> bool:

@@ -274,7 +274,7 @@ def limits_met(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def sweep(
     trace: Trace, latency: LatencyTable, policies: Mapping[str, Policy],
     scenarios: Sequence[Scenario], rule: VerifyRule | None = None, *,
-    path: str | Path | None = None, meta: Mapping[str, Any] | None = None,
+    path: str | Path | None = None, meta: Mapping[str, Any] | None = None, finishes: bool = True,
     progress: RunsDone = silent, advance: Callable[[int], None] = lambda _: None,
     timeline: Timeline | None = None, rows: list[dict[str, Any]] | None = None,
     executor: Executor | None = None, say: Say = silent,
@@ -282,9 +282,9 @@ def sweep(
     """Serve every scenario under every policy; returns one row per pair.
 
     With `path`, each row is written as soon as it is finished, after a header with `meta`
-    (see `ResultsFile`); rows that an unfinished file of the same question holds are not
-    computed again.  `executor` runs the parts; None runs them here.  `advance` is called with
-    the number of requests that have just left here, or of a part that ran elsewhere.
+    (see `ResultsFile`, also for `finishes`); rows that an unfinished file of the same question
+    holds are not computed again.  `executor` runs the parts; None runs them here.  `advance` is
+    called with the number of requests that have just left here, or of a part that ran elsewhere.
     `timeline` records the first scenario under the first policy that is not plain decoding,
     here.  Rows go to the list `rows` where one is given, so that an interrupted caller still
     has them.  `say` is told of damaged rows in the file.
@@ -313,7 +313,9 @@ def sweep(
     first = next((n for n, (_, name) in enumerate(pairs) if name not in plain), 0)
     drawn = {first} if timeline is not None else set()
     key = runner.key() if path is not None else None
-    file = ResultsFile(path, meta, key=key, say=say) if path is not None else None
+    file = None
+    if path is not None:
+        file = ResultsFile(path, meta, key=key, say=say, finishes=finishes)
     with file or nullcontext():
         found = {n: restored(row) for n, row in (file.kept if file is not None else {}).items()}
         rows[:] = found.values()

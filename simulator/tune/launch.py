@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from simulator.aggregate.advice import PredictedSpeed
+from simulator.hardware.roofline import FORMATS
 from simulator.recording import Recording
 from simulator.tune.formats import BY_BATCH, CHECKS, merged
 from traces.acceptance.trace import Trace
@@ -235,8 +236,45 @@ def named_models(recording: Recording, latency: LatencyTable) -> tuple[str, Name
     """Return the names of the target and the drafter.
 
     They are those recorded if `latency` is of these models, else those of the models that it
-    prices: the settings are for them.
+    prices: the settings are for them.  Models in another weight format have no name here
+    (`quantised`).
     """
+    target, drafter = _without_formats(recording, latency)
+    formats = quantised(latency)
+    if "draft" in formats:
+        drafter = replace(drafter, model=None)
+    return TARGET if "target" in formats else target, drafter
+
+
+def quantised(latency: LatencyTable) -> dict[str, str]:
+    """Return the formats of quantised weights that `latency` was extrapolated to, by role.
+
+    The recorded models are other checkpoints than those.
+    """
+    note = latency.meta.get("scaled")
+    formats = note["weights"] if isinstance(note, Mapping) else {}
+    return {role: name for role, name in formats.items() if FORMATS[name].quantised}
+
+
+def said_quantised(latency: LatencyTable, line: str) -> list[str]:
+    """Return a sentence that asks for quantised checkpoints in a launch `line`; none if it names
+    all models as they are priced.
+    """
+    named = {"target": TARGET, "draft": DRAFT}
+    which = [
+        f"{named[role]} (in {form})"
+        for role, form in quantised(latency).items() if named[role] in line
+    ]  # fmt: skip
+    if not which:
+        return []
+    return [
+        "--weights changes the costs and not the recorded checkpoints: in the launch name "
+        f"quantised ones for {' and '.join(which)}"
+    ]
+
+
+def _without_formats(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:
+    """Return what `named_models` does if the weights keep the format recorded."""
     trace, engine = recording.trace, latency.meta.get("engine") or {}
     priced = {role: model_in(latency.meta, role) for role in ROLES}
     same = {r: same_model(recording.models.get(r, {}), priced[r]) is not False for r in ROLES}

@@ -203,7 +203,10 @@ def tune_vllm(
         "num_speculative_tokens": max(1, *(options[k] for k in table.ravel())),
         BY_BATCH: table_rows(table, sizes, where, options),
     }
+    deployed = {row["batch"] for row in rows if row["deploy"] != gains.OFF}
     bare = {b: o.mean(counted) for b, o, counted in zip(sizes, off, targets, strict=True)}
+    plain_tok_s = [None if b in deployed else bare[b][0] for b in sizes]
+    more += about_every_length(sizes, options, table, alone, plain_tok_s)
     return decided(
         "vllm", trace, latency, slo, rows, [grid for own in grids for grid in own], bare, document,
         reason="because the draft model reads every prompt and, where K is 0, every token",
@@ -265,6 +268,44 @@ def _choose(objectives: Sequence[Sequence[gains.Objective]], good: Sequence[Bool
     by_batch = gains.shared_by_neighbours(allowed)
     by_context = gains.shared_by_neighbours(np.swapaxes(by_batch, 0, 1))
     return np.asarray(np.swapaxes(by_context, 0, 1).argmax(axis=2))
+
+
+def about_every_length(
+    batches: Sequence[int], options: Sequence[int], table: Ints, alone: Sequence[Floats],
+    plain: Sequence[float | None],
+) -> list[str]:  # fmt: skip
+    """Return from which batch on every K is slower than no speculation, and by how much.
+
+    At K = 0 vLLM still runs the drafter, so that the table may keep a longer draft there.
+
+    Parameters
+    ----------
+    table:
+        Places in `options`, shape (batches, contexts).
+    alone:
+        Rates of each option at every batch, each of shape (options, replications).
+    plain:
+        Rate of no speculation at every batch; None where it is not to be deployed.
+    """
+    slower: dict[int, Floats] = {}
+    for i in reversed(range(len(batches))):
+        rate = plain[i]
+        lost = np.zeros(1) if rate is None else 1 - alone[i].mean(axis=1) / rate
+        if lost.min() <= 0:
+            break
+        slower[i] = lost
+    if not slower:
+        return []
+    places = sorted(slower)
+    least = ", ".join(f"{slower[i].min():.1%} at batch {batches[i]}" for i in places)
+    said = f"from batch {batches[places[0]]} on every K is slower than no speculation, the best by"
+    if 0 not in options:
+        return [f"{said} {least}"]
+    rest = options.index(0)
+    resting = ", ".join(f"{slower[i][rest]:.1%} at batch {batches[i]}" for i in places)
+    kept = sorted({options[k] for i in places for k in table[i].tolist()} - {0})
+    keeps = f"the table keeps {' and '.join(f'K={k}' for k in kept)}, because " if kept else ""
+    return [f"{said} {least}: {keeps}K = 0 still runs the drafter (slower by {resting})"]
 
 
 def table_rows(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import pandas as pd
 
-from policies.arrays import Floats
+from policies.arrays import Bools, Floats
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Importer, Options
 from traces.operators.dense import fused_s
@@ -25,6 +25,8 @@ from traces.store.text import read_text
 
 MOST = 1e10
 """Largest number of a timing: ten seconds in nanoseconds, ten gigabytes sent at once."""
+MEANS = ("kv_mean",)
+"""Columns of tokens that are means, and may have a fraction."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,21 +74,40 @@ class ReadFile:
 
     def column(self, name: str, least: float = 0.0) -> Floats:
         """Return a column's numbers; FileError if it is missing or holds anything else."""
+        values = self._numbers(name)
+        expected = f"a number from {least:g} to {MOST:g}"
+        return self._checked(name, values, (values >= least) & (values <= MOST), expected)
+
+    def counts(self, name: str, least: int = 0) -> Floats:
+        """Return a column of whole numbers, likewise: tokens, sequences, GPUs, bytes."""
+        values = self._numbers(name)
+        fits = (values >= least) & (values <= MOST) & (values == np.floor(values))
+        return self._checked(name, values, fits, f"a whole number from {least} to {MOST:g}")
+
+    def times(self, name: str) -> Floats:
+        """Return a column of times, likewise, in the file's unit: nothing that ran took none."""
+        values = self._numbers(name)
+        expected = f"a number above 0, at most {MOST:g}"
+        return self._checked(name, values, (values > 0) & (values <= MOST), expected)
+
+    def _numbers(self, name: str) -> Floats:
         if name not in self.frame:
             raise FileError(f"{self.file}: lacks the column {name}")
-        values: Floats = pd.to_numeric(self.frame[name], errors="coerce").to_numpy(float)
-        bad = ~(values >= least) | (values > MOST)
-        if bad.any():
-            row = int(bad.argmax())
+        return np.asarray(pd.to_numeric(self.frame[name], errors="coerce"), float)
+
+    def _checked(self, name: str, values: Floats, fits: Bools, expected: str) -> Floats:
+        """Return `values`; FileError naming the first row where they do not fit."""
+        if not fits.all():
+            row = int(fits.argmin())
             raise FileError(
-                f"{self.file}: row {row + 1}: {name} is {str(self.frame[name].iloc[row])[:40]}, "
-                f"expected a number from {least:g} to {MOST:g}"
+                f"{self.file}: row {int(self.frame.index[row]) + 1}: {name} is "
+                f"{str(self.frame[name].iloc[row])[:40]}, expected {expected}"
             )
         return values
 
     def only(self, which: pd.Series[bool]) -> ReadFile:
-        """Return the file with some of its rows."""
-        return replace(self, frame=self.frame[which].reset_index(drop=True))
+        """Return the file with some of its rows, which keep their numbers."""
+        return replace(self, frame=self.frame[which])
 
     def rows(self, **columns: Any) -> pd.DataFrame:
         """Return rows of this device and model; a folder ``tpN`` gives the GPUs that share it."""
@@ -96,8 +117,11 @@ class ReadFile:
 
     def timed(self, operator: str, time: str, unit: float, **columns: str) -> pd.DataFrame:
         """Return rows of one operator: seconds of the column `time`, others by their own names."""
-        numbers = {ours: self.column(theirs) for ours, theirs in columns.items()}
-        return self.rows(operator=operator, seconds=self.column(time) * unit, **numbers)
+        numbers = {
+            ours: (self.column if theirs in MEANS else self.counts)(theirs)
+            for ours, theirs in columns.items()
+        }
+        return self.rows(operator=operator, seconds=self.times(time) * unit, **numbers)
 
 
 Place = TypeVar("Place", Device, Architecture)
@@ -164,10 +188,10 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def _mlp(read: ReadFile) -> pd.DataFrame:
-    tokens, shared = read.column("num_tokens"), read.column("num_tensor_parallel_workers", 1)
-    timed = {taken: read.column(f"time_stats.{name}.median") for name, taken in TAKEN.items()}
+    tokens, shared = read.counts("num_tokens"), read.counts("num_tensor_parallel_workers", 1)
+    timed = {taken: read.times(f"time_stats.{name}.median") for name, taken in TAKEN.items()}
     if norms := [c for name in NORMS if (c := f"time_stats.{name}.median") in read.frame]:
-        timed["norm", len(norms)] = np.mean([read.column(c) for c in norms], axis=0)
+        timed["norm", len(norms)] = np.mean([read.times(c) for c in norms], axis=0)
     parts = [
         read.rows(
             operator=operator, per_layer=per_layer, tensor_parallel=shared, tokens=tokens,
@@ -179,10 +203,10 @@ def _mlp(read: ReadFile) -> pd.DataFrame:
 
 
 def _collective(read: ReadFile) -> pd.DataFrame:
-    workers, on_machine, size, milliseconds = (
-        read.column(c)
-        for c in ("num_workers", "devices_per_node", "size", "time_stats.all_reduce.min")
+    workers, on_machine, size = (
+        read.counts(c) for c in ("num_workers", "devices_per_node", "size")
     )
+    milliseconds = read.times("time_stats.all_reduce.min")
     own = workers == on_machine
     if not own.any():
         raise FileError(f"{read.file}: holds no message within one machine")
@@ -236,14 +260,14 @@ LAUNCHED = ("norm", "final_norm", "rope")
 
 def _dense(read: ReadFile) -> pd.DataFrame:
     by = "tokens" if "tokens" in read.frame else "sequences"
-    return _named(read, "layer", DENSE, read.column(by), read.column("time_us") * 1e-6)
+    return _named(read, "layer", DENSE, read.counts(by), read.times("time_us") * 1e-6)
 
 
 def _layers(read: ReadFile) -> pd.DataFrame:
     own = read.only(read.frame["layer_name"] != "attn")  # a stub
     known = {**LAYERS, **({"act_fn": ("expert_act", 1)} if read.model.experts else {})}
-    rows = _named(own, "layer_name", known, own.column("input"), own.column("latency(ns)") * 1e-9)
-    rows["tensor_parallel"] = own.column("tp_size", 1).astype(int)
+    rows = _named(own, "layer_name", known, own.counts("input"), own.times("latency(ns)") * 1e-9)
+    rows["tensor_parallel"] = own.counts("tp_size", 1).astype(int)
     for operator in LAUNCHED:
         which = (rows["operator"] == operator).to_numpy()
         timed = rows.loc[which, "seconds"].to_numpy(float)
@@ -294,19 +318,19 @@ def _iterations(file: Path) -> int:
 def _older_attention(read: ReadFile) -> pd.DataFrame:
     said = read.frame["is_prefill"].astype(str).str.lower() == "true"
     prompts, decodes = read.only(said), read.only(~said)
-    chunk, reached = (prompts.column(c) for c in ("prefill_chunk_size", "kv_cache_size"))
-    batch, cached = (decodes.column(c) for c in ("batch_size", "kv_cache_size"))
+    chunk, reached = (prompts.counts(c) for c in ("prefill_chunk_size", "kv_cache_size"))
+    batch, cached = (decodes.counts(c) for c in ("batch_size", "kv_cache_size"))
     parts = [
         prompts.rows(
             operator="attention_unsplit", tokens=chunk, context=np.maximum(reached - chunk, 0),
-            tensor_parallel=prompts.column("num_tensor_parallel_workers", 1),
-            seconds=prompts.column("time_stats.attn_prefill.median") * 1e-3,
+            tensor_parallel=prompts.counts("num_tensor_parallel_workers", 1),
+            seconds=prompts.times("time_stats.attn_prefill.median") * 1e-3,
         ),
         decodes.rows(
             operator="attention_unsplit", tokens=0, batch=batch,
             batch_context=np.where(batch > 0, cached / np.maximum(batch, 1), 0),
-            tensor_parallel=decodes.column("num_tensor_parallel_workers", 1),
-            seconds=decodes.column("time_stats.attn_decode.median") * 1e-3,
+            tensor_parallel=decodes.counts("num_tensor_parallel_workers", 1),
+            seconds=decodes.times("time_stats.attn_decode.median") * 1e-3,
         ),
     ]  # fmt: skip
     rows = pd.concat(parts, ignore_index=True)
@@ -319,17 +343,17 @@ def _moe(read: ReadFile) -> pd.DataFrame:
 
 
 def _step(read: ReadFile) -> pd.DataFrame:
-    tokens, batch = read.column("prefill_chunk"), read.column("n_decode")
+    tokens, batch = read.counts("prefill_chunk"), read.counts("n_decode")
     # A step's chunk begins its prompt; `kv_decode` is the decoding sequences'.
     sizes = {
         "tokens": tokens, "batch": batch, "per_layer": 0,
-        "batch_context": np.where(batch > 0, read.column("kv_decode"), 0),
+        "batch_context": np.where(batch > 0, read.counts("kv_decode"), 0),
         "mode": read.frame["branch"].astype(str),
     }  # fmt: skip
     saved = np.maximum(read.column("saved_us", -MOST), 0) * 1e-6
     return pd.concat(
         [
-            read.rows(operator="step", seconds=read.column("step_us") * 1e-6, **sizes),
+            read.rows(operator="step", seconds=read.times("step_us") * 1e-6, **sizes),
             read.rows(operator="step_saved", seconds=saved, **sizes),
         ],
         ignore_index=True,

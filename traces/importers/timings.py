@@ -48,7 +48,14 @@ class Latency(Importer):
             given = {**DEFAULTS, **{name: value for name, value in row.items() if value}}
             if empty := [name for name in NEEDED if name not in given]:
                 raise FileError(f"{at}: {empty[0]} is empty")
-            cells.append([_value(at, name, kind, given[name]) for name, kind in columns.items()])
+            cell = {name: _value(at, name, kind, given[name]) for name, kind in columns.items()}
+            passed = given["model"] == "target" and given["phase"] in ("prefill", "forward")
+            if passed and not cell["seconds"]:
+                raise FileError(
+                    f"{at}: seconds is {shown(given['seconds'])}, expected more than 0 for a pass "
+                    "of the target"
+                )
+            cells.append(list(cell.values()))
         if not cells:
             raise FileError(f"{file}: holds no latencies: expected a row a cell")
         meta = self.meta(files, device=options.device or "not said", estimator="mean")

@@ -80,6 +80,9 @@ class ResultsFile:
         are kept, in `kept`, and further rows are appended; None starts a new file.
     say:
         Called with a sentence on rows that are lost: damaged ones, or those of another key.
+    finishes:
+        False if the caller makes something else of the rows at the end.  The file is never marked
+        complete then, so that a run stopped before that continues.
 
     Raises
     ------
@@ -97,10 +100,11 @@ class ResultsFile:
         command: str = "serve",
         key: str | None = None,
         say: Say = silent,
+        finishes: bool = True,
     ) -> None:
         self.path = Path(path)
         self.meta = {**(meta or {}), **({} if key is None else {"key": key})}
-        self.command, self.key, self.say = command, key, say
+        self.command, self.key, self.say, self.finishes = command, key, say, finishes
         self.kept: dict[int, dict[str, Any]] = {}
         """Rows taken over from an unfinished file, by their numbers."""
         self._numbers: list[int] = []
@@ -155,7 +159,7 @@ class ResultsFile:
         tb: TracebackType | None,
     ) -> None:
         with self._open:
-            if self._file is not None and kind is None:
+            if self._file is not None and kind is None and self.finishes:
                 end = {"complete": True, "rows": len(self._numbers)}
                 self._write(_line(end))
                 if self._numbers != sorted(self._numbers):
