@@ -537,6 +537,21 @@ def test_a_calibrated_table_serves_what_its_runs_measured(tmp_path: Path, run: R
         assert row["throughput_tok_s"] == pytest.approx(measured[row["concurrency"]], rel=0.03)
 
 
+def test_a_run_that_contradicts_the_others_is_named(
+    tmp_path: Path, run: Run, server: ServerFit
+) -> None:
+    """No server is slower at 4 requests than at 1, and five times as fast at 8."""
+    assert server.contradicting is None
+    path = tmp_path / "runs.csv"
+    head = "batch,k,tokens_per_s,emitted\n1,0,100,\n8,0,500,\n1,3,160,2.5\n"
+    path.write_text(f"{head}4,0,90,\n")
+    for command in (("calibrate", path), ("recommend", "--bench", path)):
+        said = run(*command).ok().err
+        assert "the run of 4 requests at K = 0 gave 90 tokens/s, the costs that fit all" in said
+    path.write_text(f"{head}4,0,310,\n")
+    assert "costs that fit all" not in run("calibrate", path).ok().err
+
+
 def test_prompts_of_a_mixture_read_its_experts() -> None:
     """A prompt of few tokens takes at least the time of reading what they choose."""
     runs = [ServerRun(b, 0, s, prompt=500.0, answer=200.0) for b, s in ((1, 60.0), (8, 300.0))]
