@@ -191,6 +191,8 @@ def _tune(
 
     tuned = searched(table)
     target, drafter = launch.named_models(recording, table)
+    if sharing := launch.about_sharing(engine, drafter, table):
+        tuned = replace(tuned, warnings=(*tuned.warnings, sharing))
     if engine == "vllm" and tuned.document is not None:
         tuned = replace(tuned, document={**drafter.config(), **tuned.document})
     rows = [dict(row) for row in tuned.rows]
@@ -243,7 +245,8 @@ def _tune(
     for free in said_free(_unpriced(table, tuned)):
         note(free)
     setting = tuned.document if engine == "vllm" else None
-    if setting and "model" not in setting and setting.get("method") not in launch.WITHOUT_MODEL:
+    unnamed = (*launch.WITHOUT_MODEL, *launch.OWN_WEIGHTS)
+    if setting and "model" not in setting and setting.get("method") not in unnamed:
         note(
             'the recording does not name the drafter: add "model" to the setting before pasting it'
         )
