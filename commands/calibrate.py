@@ -271,8 +271,8 @@ def contradictions(server: ServerFit) -> list[str]:
     run, fitted_speed = server.contradicting
     return [
         f"the run of {counted(run.batch, 'request')} at K = {run.k} gave {run.tokens_per_s:.3g} "
-        f"tokens/s, the costs that fit all runs give {fitted_speed:.3g}: check its numbers, measure "
-        "it again, or leave it out"
+        f"tokens/s, the costs that fit all runs give {fitted_speed:.3g}: check its numbers, "
+        "measure it again, or leave it out"
     ]
 
 

@@ -102,8 +102,8 @@ ALIKE = 0.003
 """Relative difference of two steps that counts as much as a cost's standard deviation where one
 draw is chosen for all."""
 MISSED = 0.2
-"""Relative difference from its fitted speed at which a run contradicts the others: the runs of public
-servers differ by 5% at most."""
+"""Relative difference from its fitted speed at which a run contradicts the others: the runs of
+public servers differ by 5% at most."""
 TOLD = 0.75
 """A cost is undetermined if the runs leave more than this part of its prior's spread."""
 GUESSED = (

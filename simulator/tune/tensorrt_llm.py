@@ -132,8 +132,9 @@ def tune_dynamo(
     """Return the acceptance that Dynamo's mocker is to draw, at the best draft length.
 
     ``aic_nextn`` is one K for all loads: that of the largest batch size at which `tune_vllm` says
-    to draft.  Rows are those of a second search, with that K alone.  ``aic_nextn_accept_rates`` are the chances of each token,
-    given that those before it were accepted.  Options and errors are those of `tune_vllm`.
+    to draft.  Rows are those of a second search, with that K alone.  ``aic_nextn_accept_rates``
+    are the chances of each token, given that those before it were accepted.  Options and errors are
+    those of `tune_vllm`.
     """
     most = min(MOST_DYNAMO, longest_draft(trace) or MOST_DYNAMO)
     kept = sorted({k for k in lengths if k <= most})
