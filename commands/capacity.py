@@ -219,6 +219,10 @@ def _compared(row: Row, plain: Row) -> str:
     stops = row["stops_saving"]
     if stops is None:
         return words
+    if count >= other and not math.isnan(stops):
+        # Replicas are whole: at this rate there are none to save.
+        upto = "" if math.isinf(stops) else f" up to {stops:.3g} requests/s per replica"
+        return f"{words}; it saves none here, though more requests{upto} meet the SLO with it"
     if math.isnan(stops):
         return f"{words}; it saves no replica at any rate tried"
     if math.isinf(stops):
