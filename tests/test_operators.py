@@ -196,6 +196,25 @@ def test_long_prompts_and_contexts_are_composed_and_not_extrapolated() -> None:
         assert found.origin.item() != EXTRAPOLATED
 
 
+@pytest.mark.parametrize("device", ["a100-80gb", "h100", "rtx-3090", "rtx-4090", "rtx-pro-6000"])
+def test_attention_of_long_prompts_computes_near_the_gpu_s_peak(device: str) -> None:
+    """Never above it, and not far below.
+
+    Chunks longer than those timed were taken in proportion, at 20 times the RTX 4090's peak; laws
+    of short ones had an H100 compute at 0.16 of its own.
+    """
+    attention = Composer(bundled_operators(device), device).attention
+    tokens = 2.0 ** np.arange(13, 18)
+    seconds = attention.pass_s(heads_of(EIGHT, 1), tokens / tokens, tokens, 0 * tokens)
+    share = 2 * EIGHT.heads * EIGHT.head_dim * tokens**2 / seconds / DEVICES[device].flops
+    assert (share < 1).all()
+    assert (share[1:] > 0.4).all()
+    # Two chunks one after the other take what the whole takes.
+    half = attention.pass_s(heads_of(EIGHT, 1), tokens / tokens, tokens / 2, tokens / 2)
+    parts = half + attention.pass_s(heads_of(EIGHT, 1), tokens / tokens, tokens / 2, 0 * tokens)
+    assert parts == pytest.approx(seconds, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("device", "name", "shared", "origin"),
     [
