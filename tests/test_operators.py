@@ -196,6 +196,17 @@ def test_long_prompts_and_contexts_are_composed_and_not_extrapolated() -> None:
         assert found.origin.item() != EXTRAPOLATED
 
 
+def test_a_pass_that_fills_a_cuda_graph_is_not_priced_between_two() -> None:
+    """16 tokens were read between 13, which fill the same graph, and 17, which need the next."""
+    table = find_latency("rtx-pro-6000/qwen3-30b-a3b")
+    composer = Composer(bundled_operators("rtx-pro-6000"), "rtx-pro-6000")
+    placed = Placed(find_architecture("qwen3-30b-a3b"))
+    widths = np.array([14.0, 15.0, 16.0, 24.0, 32.0])
+    exact = composer.pass_s(placed, 1, widths, 512)
+    found = table.seconds("target", "forward", new_tokens=widths, context=512)
+    assert found == pytest.approx(exact, rel=0.01)
+
+
 @pytest.mark.parametrize("device", ["a100-80gb", "h100", "rtx-3090", "rtx-4090", "rtx-pro-6000"])
 def test_attention_of_long_prompts_computes_near_the_gpu_s_peak(device: str) -> None:
     """Never above it, and not far below.
