@@ -429,6 +429,8 @@ def test_overload_is_said_and_ends(serve: Serve) -> None:
     ran = serve("--rate", 1000, "--max-batch", 2, "--requests", 60, *PAIR, "--json", "-")
     assert all(r["overloaded"] and r["requests"] == 60 for r in ran.rows)
     assert "overloaded" in ran.err
+    # The default of a limit that decides is said.
+    assert re.search(r"an engine runs at most \d+ requests? at a time: --max-batch", ran.said)
     # Loads rise in the remark as numbers do, not as words.
     ran = serve("--rate", "900,1000,20000", "--max-batch", 2, "--requests", 60, *PAIR)
     assert "autoregressive at 900, 1000, 2e+04/s; fixed:gamma=5 at 900, 1000, 2e+04/s" in ran.err
