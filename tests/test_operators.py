@@ -196,6 +196,22 @@ def test_long_prompts_and_contexts_are_composed_and_not_extrapolated() -> None:
         assert found.origin.item() != EXTRAPOLATED
 
 
+def test_a_batch_whose_caches_do_not_fit_is_said(run: Run) -> None:
+    """64 requests of 2,100 tokens take 17 GB next to 16 GB of weights, on 24 GB."""
+    plain = ("serve", "--policy", "autoregressive", "--latency", "rtx-4090/llama-3.1-8b")
+    load = ("--prompt", 2000, "--output", 200, "--requests", 12, "--batch")
+    said = run(*plain, *load, 64).ok().said
+    assert (
+        "64 requests of 2,100 tokens each take 8,448 blocks of cache, and about 2,663 fit" in said
+    )
+    assert "fit next to the weights on" not in run(*plain, *load, 4).ok().said
+    bounded = run(*plain, *load, 64, "--kv-blocks", "auto").ok().said
+    assert "fit next to the weights on" not in bounded
+    tuned = run("tune", "--engine", "vllm", "--acceptance", "0.8,0.6", "--resamples", 4, "--batch",
+                "4,256", "--latency", "rtx-4090/llama-3.1-8b+llama-3.2-1b").ok()  # fmt: skip
+    assert "256 requests of 384 tokens each take 6,144 blocks of cache" in tuned.said
+
+
 def test_a_pass_that_fills_a_cuda_graph_is_not_priced_between_two() -> None:
     """16 tokens were read between 13, which fill the same graph, and 17, which need the next."""
     table = find_latency("rtx-pro-6000/qwen3-30b-a3b")

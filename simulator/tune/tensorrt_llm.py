@@ -22,7 +22,7 @@ from traces.latency.table import LatencyTable
 WINDOW = (8, 1000)
 """Fewest and most completed requests of an acceptance window."""
 WITHOUT = {"tensorrt-llm": "speculative_config", "dynamo": "aic_nextn"}
-"""What each engine is started without where vLLM is started without ``--speculative-config``."""
+"""Each engine's name for what vLLM calls ``--speculative-config``."""
 SURE = 4.0
 """Standard errors between the expected acceptance and the threshold of a window."""
 
