@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from traces.aliases import Row
 
 MEAN = "(mean end-to-end latency)"
-UNFINISHED = "too few requests finish to compare policies"
+UNFINISHED = "too few requests finish after the warm-up to compare policies"
 """Said of loads at which a run has no request after the first that do not count (`--warmup`)."""
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
 """Latencies in the printed table, each with its statistic."""

@@ -261,7 +261,7 @@ def test_the_sentence_says_where_nothing_is_faster_and_how_many_loads_there_are(
         "no policy is faster than no speculation at any of these loads; the closest is at 1 "
         "request svip 0.900x (0.800 to 1.00) in tokens/s."
     )
-    few = "too few requests finish to compare policies"
+    few = "too few requests finish after the warm-up to compare policies"
     assert told({1: 1.2, 8: math.nan}).endswith(f"(1.10 to 1.30); at 8 requests {few}.")
     assert told({1: math.nan, 8: math.nan}) == f"{few} at any of these loads."
     plain = {"policy": PLAIN, "concurrency": 1, "rate": None, "speedup": 1.0,
