@@ -258,13 +258,25 @@ def headline(rows: Sequence[PredictedSpeed], level: float) -> str:
 
 def _remarks(server: ServerFit) -> list[str]:
     """Return a line on each thing that the runs do not determine."""
-    lines = untold_gains(server)
+    lines = [*contradictions(server), *untold_gains(server)]
     if not server.tells_context:
         lines.append("all runs have one context, so the cost of a longer one is not determined")
     if server.undetermined:
         names = ", ".join(name.replace("_", " ") for name in server.undetermined)
         lines.append(f"not determined by these runs, taken from other servers: {names}")
     return lines
+
+
+def contradictions(server: ServerFit) -> list[str]:
+    """Return a line on the run that the fitted costs miss most, if they miss one by much."""
+    if server.contradicting is None:
+        return []
+    run, fitted_speed = server.contradicting
+    return [
+        f"the run of {counted(run.batch, 'request')} at K = {run.k} gave {run.tokens_per_s:.3g} "
+        f"tokens/s, the costs that fit all runs give {fitted_speed:.3g}: check its numbers, "
+        "measure it again, or leave it out"
+    ]
 
 
 def check_contexts(server: ServerFit, contexts: Sequence[float]) -> None:
@@ -483,7 +495,7 @@ def _remarks_on(
 ) -> list[str]:
     from simulator.aggregate.advice import SURE
 
-    lines = untold_gains(server)
+    lines = [*contradictions(server), *untold_gains(server)]
     open_ = [str(row.batch) for row in rows if row.k and 1 - SURE < row.faster < SURE]
     if open_:
         two = " and ".join(

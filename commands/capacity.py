@@ -186,7 +186,8 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     against = [] if plain is None else [r for r in rows if r is not plain]
     said = [
         f"{first['rate']:.4g} requests/s, {first['share']:.0%} of them within {targets}, "
-        f"router {first['router']}{':' if against else ''}"
+        f"router {first['router']}, at most {counted(first['max_batch'], 'request')} at a time in "
+        f"each (--max-batch){':' if against else ''}"
     ]
     said += [f"  {_compared(row, plain)}" for row in against if plain is not None]
     said += [f"{row['policy']}: {_why_none(row)}" for row in rows if row["replicas"] is None]
@@ -219,6 +220,10 @@ def _compared(row: Row, plain: Row) -> str:
     stops = row["stops_saving"]
     if stops is None:
         return words
+    if count >= other and not math.isnan(stops):
+        # Replicas are whole: at this rate there are none to save.
+        upto = "" if math.isinf(stops) else f" up to {stops:.3g} requests/s per replica"
+        return f"{words}; it saves none here, though more requests{upto} meet the SLO with it"
     if math.isnan(stops):
         return f"{words}; it saves no replica at any rate tried"
     if math.isinf(stops):

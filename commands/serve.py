@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from traces.aliases import Row
 
 MEAN = "(mean end-to-end latency)"
+UNFINISHED = "too few requests finish after the warm-up to compare policies"
+"""Said of loads at which a run has no request after the first that do not count (`--warmup`)."""
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
 """Latencies in the printed table, each with its statistic."""
 
@@ -382,15 +384,15 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Interval | None])
     if all(one.served and one.ratio <= 1 for one in found):
         best = max(found, key=lambda one: one.ratio)
         if not best.ratio:
-            return "no policy is faster than no speculation at any of these loads."
+            return f"{UNFINISHED} at any of these loads."
         return (
             "no policy is faster than no speculation at any of these loads; the closest is "
             f"{_at(best.load, closed)} {told(best)} in {unit}."
         )
     shown = [
         f"{at} {told(one)}" if one.ratio > 1
-        else f"{at} no policy is faster" + (f", {told(one)}" if one.ratio else "")
-        if one.served else f"{at} nothing was served"
+        else f"{at} no policy is faster, {told(one)}" if one.ratio
+        else f"{at} {UNFINISHED}" if one.served else f"{at} nothing was served"
         for one in found[:4] for at in [_at(one.load, closed)]
     ]  # fmt: skip
     more = "" if len(found) <= 4 else f"; {len(found) - 4} more loads below"

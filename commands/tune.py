@@ -190,6 +190,8 @@ def _tune(
 
     tuned = searched(table)
     target, drafter = launch.named_models(recording, table)
+    if sharing := launch.about_sharing(engine, drafter, table):
+        tuned = replace(tuned, warnings=(*tuned.warnings, sharing))
     if engine == "vllm" and tuned.document is not None:
         tuned = replace(tuned, document={**drafter.config(), **tuned.document})
     rows = [dict(row) for row in tuned.rows]
@@ -245,7 +247,8 @@ def _tune(
     for free in said_free(_unpriced(recorded, table, tuned)):
         note(free)
     setting = tuned.document if engine == "vllm" else None
-    if setting and "model" not in setting and setting.get("method") not in launch.WITHOUT_MODEL:
+    unnamed = (*launch.WITHOUT_MODEL, *launch.OWN_WEIGHTS)
+    if setting and "model" not in setting and setting.get("method") not in unnamed:
         why = "the recording does not name the drafter"
         if form := launch.quantised(table).get("draft"):
             why = f"the drafter in {form} is another checkpoint than the recorded one"

@@ -340,7 +340,11 @@ def serve(
     rows = sweep(*study)
     notes += [*limits_met(rows), *said_served(rows)]
     best = {
-        one.load: None if not one.served else one.policy if one.policy and one.ratio > 1 else PLAIN
+        one.load: None
+        if not one.served or (one.policy and not one.ratio)
+        else one.policy
+        if one.policy and one.ratio > 1
+        else PLAIN
         for one in leaders(rows)
     }
     if slo is not None:

@@ -452,6 +452,7 @@ def plan_rows(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return a row per policy; latencies and throughput are those at ``replicas``.
 
+    * ``max_batch``: most requests that a replica runs at a time.
     * ``replicas``: fewest that meet the SLO.  None if no number tried meets it, or if a request
       that runs alone is too slow.
     * ``replicas_lo``, ``replicas_hi``: its 95% interval over replications.
@@ -478,6 +479,7 @@ def plan_rows(
         rows.append({
             "policy": name, "verify": outcomes[0]["verify"], "source": outcomes[0]["source"],
             "router": describe_router(runner.base.router), "rate": rate,
+            "max_batch": runner.base.limits.max_batch,
             "ttft_target_s": targets.ttft_s, "tpot_target_s": targets.tpot_s,
             "share": targets.share, "replicas": count,
             "replicas_lo": found.low, "replicas_hi": found.high,

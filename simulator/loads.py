@@ -6,16 +6,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from policies.batch.base import Policy
 from policies.rules.base import VerifyRule
 from simulator.chosen import Policies, load_serving_policies, one_rule
 from simulator.recording import Recording
+from simulator.serving.arrivals import ArrivalFile
 from simulator.serving.scenario import Scenario
 from traces.acceptance.trace import Trace
 from traces.aliases import Say, silent
 from traces.latency.graphs import CUDAGraphs
 from traces.latency.table import LatencyTable
+from traces.operators.compose import overfull
 from traces.replay.calls import drafting_always
+
+
+def _overfull(recording: Recording, scenario: Scenario) -> str:
+    """Return in words that a full batch's caches do not fit; empty where their blocks are bounded.
+
+    In the mean a running request holds its prompt and half of its output.
+    """
+    if scenario.limits.kv_blocks is not None:
+        return ""
+    arrivals, requests = scenario.arrivals, recording.trace.requests
+    if isinstance(arrivals, ArrivalFile):
+        prompt, output = (float(np.mean(v)) for v in (arrivals.read.prompt, arrivals.read.output))
+    else:
+        prompt = arrivals.prompt or float(np.mean([r.prompt_length for r in requests]))
+        output = arrivals.output or float(np.mean([r.tokens for r in requests]))
+    return overfull(recording.latency.meta, scenario.largest_batch, prompt + output / 2)
 
 
 class Prepared(NamedTuple):
@@ -66,6 +86,9 @@ def prepared(
     found = Prepared(recording.trace, recording.latency, {}, scenarios, rule)
     largest = found.largest
     recording.latency.check_sizes("target", "forward", largest, 1)  # before anything is served
+    for text in dict.fromkeys(_overfull(recording, one) for one in scenarios):
+        if text:
+            say(f"{text}: --kv-blocks auto bounds the cache")
     latency = drafting_always(recording.in_graphs(graphs, largest).priced(largest), always_draft)
     chosen = load_serving_policies(
         policies, recording.trace, latency, scenarios[0].mode, settings, largest, say

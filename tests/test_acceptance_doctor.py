@@ -118,6 +118,18 @@ def test_counters_against_a_profile_on_the_command_line(tmp_path: Path, run: Run
     assert all(abs(row["z"]) < 3 for row in document["results"])
 
 
+def test_steps_without_a_draft_are_no_wrong_head(tmp_path: Path, run: Run) -> None:
+    """The drafts that there were are as good as expected: 4,000 rounds in 10,000 steps."""
+    metrics = scrape(tmp_path / "metrics.txt", (0.8, 0.7, 0.6), 4_000)
+    accepted = 3_200 + 2_240 + 1_344
+    more = ("generation_tokens", 10_000 + accepted + 50), ("request_success", 50)
+    with metrics.open("a") as file:
+        file.writelines(f"vllm:{name}_total {count}.0\n" for name, count in more)
+    said = run("doctor", metrics, "--against", "0.8,0.56,0.336").ok().err
+    assert said.startswith("few drafts: position 1 alone is worse, as not every step had a draft")
+    assert "40% of the steps had a draft" in said
+
+
 def test_only_a_length_is_compared_as_a_length(run: Run) -> None:
     ran = run("doctor", "3:1.4", "--against", "1:1.8,2:2.4,3:2.8").ok()
     assert ran.err.startswith("mixed: ")

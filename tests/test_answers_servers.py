@@ -32,7 +32,7 @@ from traces.importers.totals import Totals
 from traces.replay.vectorised import replay_many
 from traces.sources.as_draft import drafted_trace
 from traces.sources.registry import parse_source
-from traces.store.recordings import find_trace
+from traces.store.recordings import find_latency, find_trace
 
 pytestmark = pytest.mark.usefixtures("short_chains")
 
@@ -149,6 +149,18 @@ def test_the_first_token_comes_with_the_prompt() -> None:
     assert (found.within == 1).all()
     late = price_grid([*logs.values()], GRID, slo=Targets(ttft_s=5e-4))
     assert (late.within == 0).all()
+
+
+def test_a_prompt_does_not_wait_for_those_of_the_whole_batch() -> None:
+    """A prompt of 256 tokens takes 10 ms, sixteen together over 80: they come one by one."""
+    from simulator.targets import Targets
+
+    trace = synthetic_trace(0.7, requests=6, tokens=20, prompt_length=256)
+    plain, logs = fixed_logs(trace, (2,))
+    table = find_latency("h100/llama-3.1-8b+llama-3.2-1b")
+    found = price_grid([plain, *logs.values()], table, batch=16, slo=Targets(ttft_s=0.05))
+    assert (found.within == 1).all()
+    assert (found.tokens > 0).all()
 
 
 def test_rounds_that_a_limit_cut_are_counted_as_sglang_counts_them(tmp_path: Path) -> None:

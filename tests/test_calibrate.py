@@ -518,6 +518,40 @@ def test_the_table_of_a_fit_holds_every_load_of_its_runs(server: ServerFit) -> N
     assert (cells["median_s"] >= 0).all()
 
 
+def test_a_calibrated_table_serves_what_its_runs_measured(tmp_path: Path, run: Run) -> None:
+    """Prompts of a step that decodes cost what the fit says, and many at once more than one.
+
+    They were priced as overlapping with reading the weights, and prompts together as a few:
+    64 requests were served 13% faster than the server had been.
+    """
+    measured = {1: 149.1, 4: 570.0, 64: 5128.4}
+    path, costs = tmp_path / "runs.csv", tmp_path / "costs.parquet"
+    rows = [f"{batch},0,{speed},500,200," for batch, speed in measured.items()]
+    drafting = ["1,3,225.1,500,200,2.7", "16,3,2771,500,200,2.7", "64,1,5912.1,500,200,1.75"]
+    path.write_text("\n".join(["batch,k,tokens_per_s,prompt,answer,emitted", *rows, *drafting]))
+    run("calibrate", path, "--out", costs).ok()
+    load = ("--batch", "1,4,64", "--prompt", "500", "--output", "200", "--requests", "640")
+    plain = ("--acceptance", "0.75,0.55,0.4", "--policy", "autoregressive")
+    served = run("serve", *plain, "--latency", costs, *load, "--json", "-").ok().document
+    for row in served["results"]:
+        assert row["throughput_tok_s"] == pytest.approx(measured[row["concurrency"]], rel=0.03)
+
+
+def test_a_run_that_contradicts_the_others_is_named(
+    tmp_path: Path, run: Run, server: ServerFit
+) -> None:
+    """No server is slower at 4 requests than at 1, and five times as fast at 8."""
+    assert server.contradicting is None
+    path = tmp_path / "runs.csv"
+    head = "batch,k,tokens_per_s,emitted\n1,0,100,\n8,0,500,\n1,3,160,2.5\n"
+    path.write_text(f"{head}4,0,90,\n")
+    for command in (("calibrate", path), ("recommend", "--bench", path)):
+        said = run(*command).ok().err
+        assert "the run of 4 requests at K = 0 gave 90 tokens/s, the costs that fit all" in said
+    path.write_text(f"{head}4,0,310,\n")
+    assert "costs that fit all" not in run("calibrate", path).ok().err
+
+
 def test_prompts_of_a_mixture_read_its_experts() -> None:
     """A prompt of few tokens takes at least the time of reading what they choose."""
     runs = [ServerRun(b, 0, s, prompt=500.0, answer=200.0) for b, s in ((1, 60.0), (8, 300.0))]

@@ -443,6 +443,12 @@ def test_the_command_answers_in_words_and_rows(
     assert "no policy" not in headline(rows[:1])
     assert headline(rows[:1]).endswith("name a policy to compare it with.")
     assert not remarks(rows[:1])[0].endswith(":")
+    assert "at most 4 requests at a time in each (--max-batch)" in remarks(rows[:1])[0]
+    # Where both take as many, a policy that meets the SLO more often saves none.
+    plain, own = ({**row, "replicas": 2, "stops_saving": math.inf} for row in rows)
+    said = " ".join(remarks([plain, own]))
+    assert "takes 2 replicas, no speculation 2; it saves none here, though more requests" in said
+    assert "saves replicas" not in said
 
 
 @pytest.mark.parametrize(

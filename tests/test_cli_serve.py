@@ -262,6 +262,9 @@ def test_the_sentence_says_where_nothing_is_faster_and_how_many_loads_there_are(
         "no policy is faster than no speculation at any of these loads; the closest is at 1 "
         "request svip 0.900x (0.800 to 1.00) in tokens/s."
     )
+    few = "too few requests finish after the warm-up to compare policies"
+    assert told({1: 1.2, 8: math.nan}).endswith(f"(1.10 to 1.30); at 8 requests {few}.")
+    assert told({1: math.nan, 8: math.nan}) == f"{few} at any of these loads."
     plain = {"policy": PLAIN, "concurrency": 1, "rate": None, "speedup": 1.0,
              "throughput_tok_s": 10.0}  # fmt: skip
     assert headline([plain], lambda _: None).startswith("only no speculation was served")
@@ -427,6 +430,8 @@ def test_overload_is_said_and_ends(serve: Serve) -> None:
     ran = serve("--rate", 1000, "--max-batch", 2, "--requests", 60, *PAIR, "--json", "-")
     assert all(r["overloaded"] and r["requests"] == 60 for r in ran.rows)
     assert "overloaded" in ran.err
+    # The default of a limit that decides is said.
+    assert re.search(r"an engine runs at most \d+ requests? at a time: --max-batch", ran.said)
     # Loads rise in the remark as numbers do, not as words.
     ran = serve("--rate", "900,1000,20000", "--max-batch", 2, "--requests", 60, *PAIR)
     assert "autoregressive at 900, 1000, 2e+04/s; fixed:gamma=5 at 900, 1000, 2e+04/s" in ran.err

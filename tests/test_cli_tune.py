@@ -352,3 +352,5 @@ def test_settings_of_several_contexts_are_told_by_context(run: Run) -> None:
     assert (short, long) == ("512", "4,096")
     assert low != high
     assert f"{low} (context 512), {high} (context 4,096) at batch 8" in said
+    # One number serves both rows.
+    assert "served_tok_s and gain are those of the recorded requests at each batch" in said

@@ -59,6 +59,21 @@ def cells(found: LatencyTable) -> list[tuple[Any, ...]]:
     return list(found.cells[names].itertuples(index=False, name=None))
 
 
+def test_prompts_of_one_measured_length_take_longer_together(tmp_path: Path) -> None:
+    """llama-bench times 512 tokens alone by default: 2,048 took no longer, nor did four of 512."""
+    path = tmp_path / "latencies.csv"
+    path.write_text(
+        "model,phase,batch,new_tokens,context,seconds\ntarget,forward,1,1,0,0.01\n"
+        "target,prefill,1,512,0,0.1\n"
+    )
+    found = import_log("latency", [path], Options())
+    assert isinstance(found, LatencyTable)
+    for batch, tokens in ((1, 2048), (4, 512)):
+        seconds = found.seconds("target", "prefill", batch=batch, new_tokens=tokens).item()
+        assert 0.35 < seconds < 0.4
+    assert found.seconds("target", "prefill", new_tokens=512).item() == pytest.approx(0.1)
+
+
 def test_output_of_llama_bench_is_read_from_a_pipe() -> None:
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as file:

@@ -75,6 +75,22 @@ def test_dynamos_rates_are_those_given() -> None:
     assert document["aic_nextn_accept_rates"] == "0.9000,0.5556"
 
 
+def test_dynamos_rows_are_of_the_one_length_that_its_mocker_drafts() -> None:
+    trace, latency = find_trace("qwen-coder-cpu"), find_latency("qwen-coder-vllm-cpu")
+    found = tune_dynamo(trace, latency, [1, 4], lengths=(0, 2, 4), draws=20)
+    document: Any = found.document
+    assert {row["setting"] for row in found.rows} == {f"K={document['aic_nextn']}"}
+
+
+def test_an_engine_is_started_without_its_own_option() -> None:
+    """Where drafts lose, it is not vLLM's option that is to be left out."""
+    dear = LatencyTable.constant(0.01, 0.02)
+    for tune, own in ((tune_tensorrt_llm, "speculative_config"), (tune_dynamo, "aic_nextn")):
+        said = " ".join(tune(TRACE, dear, [1], draws=20).warnings)
+        assert f"start the server without {own}" in said
+        assert "--speculative-config" not in said
+
+
 def test_drafts_that_pay_nowhere_leave_nothing_to_write() -> None:
     dear = LatencyTable.constant(0.01, 0.02)
     for tune in (tune_tensorrt_llm, tune_dynamo):

@@ -15,7 +15,7 @@ from policies.lengths.llamacpp import LlamaCppDraft
 from policies.registry import parse_policy
 from simulator.pricing import price
 from simulator.tune.formats import SettingsError, check_llamacpp, read_settings
-from simulator.tune.launch import NamedDrafter, launch_line
+from simulator.tune.launch import NamedDrafter, about_sharing, launch_line
 from simulator.tune.settings import write_settings
 from simulator.tune.single import mirrored, tune_single
 from tests.conftest import Run
@@ -172,6 +172,35 @@ def test_the_line_that_starts_an_engine() -> None:
     assert json.loads(lookup[-1]) == {"method": "ngram", **config}
     with pytest.raises(DraftsimError, match="expected one of vllm"):
         launch_line("tgi", None)
+
+
+def test_heads_in_the_target_s_checkpoint_take_no_model() -> None:
+    heads = NamedDrafter("mtp")
+    assert "model" not in launch_line("vllm", {"num_speculative_tokens": 3}, drafter=heads)
+    steps = {"speculative-num-steps": 3}
+    assert "draft-model-path" not in launch_line("sglang", steps, drafter=heads)
+    assert "--speculative-draft-model-path DRAFT" in launch_line("sglang", steps)
+    line = launch_line("tensorrt-llm", {"max_draft_len": 3}, drafter=heads)
+    # Without it TensorRT-LLM drafts one token.
+    assert '"num_nextn_predict_layers": 3' in line
+    assert "speculative_model" not in line
+
+
+def test_tensorrt_llm_is_told_a_draft_model_by_the_name_that_it_compares() -> None:
+    line = launch_line("tensorrt-llm", {"max_draft_len": 3}, drafter=NamedDrafter("draft_model"))
+    assert '"decoding_type": "Draft_Target"' in line
+
+
+def test_a_draft_model_on_other_gpus_than_its_target_is_warned_of() -> None:
+    """vLLM refuses to start with it, and shares it like the target where nothing is said."""
+    drafter = NamedDrafter("draft_model")
+    apart = LatencyTable.constant(0.01, 0.001)
+    apart.meta["tensor_parallel"] = {"target": 4, "draft": 1}  # type: ignore[index]
+    said = about_sharing("vllm", drafter, apart)
+    assert "a draft model on 1 GPU and a target on 4: vllm shares both alike" in said
+    assert not about_sharing("vllm", NamedDrafter("eagle3"), apart)
+    assert not about_sharing("llamacpp", drafter, apart)
+    assert not about_sharing("vllm", drafter, LatencyTable.constant(0.01, 0.001))
 
 
 def test_the_command(tmp_path: Path, run: Run) -> None:

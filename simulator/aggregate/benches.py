@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,6 +55,8 @@ MOST = 1e9
 """Largest number of a run; no server comes near it, and fits of larger ones overflow."""
 ROUNDED = 0.05
 """Largest error of a number that is written with one decimal place."""
+MOST_PROMPTS = 2**17
+"""Prompt tokens of the largest step that a calibrated table has a cell of; no engine reads more."""
 
 
 def read_runs(path: Path, text: str | None = None) -> list[ServerRun]:
@@ -184,12 +187,17 @@ def latency_table(server: ServerFit, model: str | None = None) -> LatencyTable:
             for tokens in (1, longest + 1):
                 cell("draft", "catch_up", batch, tokens, context, first)
             cell("draft", "forward", batch, 1, context, each if passes is None else 0.0)
+    s, compute = cost["sharpness"], cost["prefill"] * cost["weights"] / server.computing_knee
     held = max(contexts[-1], 16)
-    for tokens in sorted({1, *(2**i for i in range(4, held.bit_length())), held}):
-        s, compute = cost["sharpness"], cost["prefill"] * cost["weights"] / server.computing_knee
-        read = float(server.target.read_s(costs, np.array(tokens)))
-        work = (read**s + (compute * tokens) ** s) ** (1 / s)
-        cell("target", "prefill", 1, tokens, 0, cost["fixed"] + work)
+    lengths = sorted({1, *(2**i for i in range(4, held.bit_length())), held})
+    for prompts, tokens in product(batches, lengths):
+        read = float(server.target.read_s(costs, np.array(prompts * tokens)))
+        work = (read**s + (compute * prompts * tokens) ** s) ** (1 / s)
+        cell("target", "prefill", prompts, tokens, 0, cost["fixed"] + work)
+    # As in the fit, a step that decodes reads the weights anyway, and computes prompts on top.
+    for decoded in sorted({1, batches[-1] * (longest + 1)}):
+        for tokens in (1, MOST_PROMPTS):
+            cell("target", "mixed", decoded, tokens, 0, compute * tokens)
     # The runs' steps are whole: passes and the drafter's fixed cost hold the host's time.
     cell("target", "host_round", 1, 1, 0, 0.0)
     meta = {

@@ -43,6 +43,8 @@ CAUSES = {
     "drafter of another target",
     "wrong head or template": "position 1 alone is worse: another head or chat template than the "
     "drafter was trained with, or hidden states of other layers",
+    "few drafts": "position 1 alone is worse, as not every step had a draft: lookups that found "
+    "none, or a server that does not draft under load",
     "domain": "every position is worse by one factor: other text, temperature or quantisation "
     "than the profile's",
     "cap": "positions from {at} on accept nothing: a cap on the draft length below the profile's, "
@@ -114,6 +116,8 @@ def diagnose(observed: Positions, expected: Positions) -> Diagnosis:
     if judged.any():
         falls = _fall(parts) < COLLAPSED * _fall(rounds_by_context(expected))
         cause, at, leaves = _cause(mine[judged], its[judged], gap[judged], error[judged], falls)
+        if cause == "wrong head or template" and observed.drafting < expected.drafting:
+            cause = "few drafts"  # a step without one accepts nothing at position 1
     else:
         cause, at, leaves = _by_length(observed.known[k], should), None, 0.0
     return Diagnosis(places, parts, k, should, observed.known[k], cause, at, leaves)

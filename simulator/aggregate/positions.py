@@ -62,6 +62,8 @@ class Positions:
         Mean prompt and output tokens of a request, where a file says so.
     note:
         A reservation about the counts, in words; empty if there is none.
+    drafting:
+        Part of the steps that had a draft; acceptance is that of all steps.
 
     Raises DraftsimError for impossible lengths.
     """
@@ -77,6 +79,7 @@ class Positions:
     prompt: float | None = None
     answer: float | None = None
     note: str = ""
+    drafting: float = 1.0
 
     def __post_init__(self) -> None:
         check_totals(self.known)
@@ -242,7 +245,10 @@ def of_totals(label: str, totals: Totals, drafts: int | None = None) -> Position
     reached = np.append(float(totals.rounds or 1), alive[:-1])
     emitted = 1 + np.cumsum(alive / reached[0])
     lengths = dict(enumerate(emitted.tolist(), 1))
-    return Positions(label, lengths, reached, alive, counted, note=reservation(totals))
+    return Positions(
+        label, lengths, reached, alive, counted, note=reservation(totals),
+        drafting=float(totals.meta.get("drafting", 1.0)),
+    )  # fmt: skip
 
 
 def reservation(totals: Totals) -> str:

@@ -102,6 +102,9 @@ draws are wider, as every cost's prior covers every server."""
 ALIKE = 0.003
 """Relative difference of two steps that counts as much as a cost's standard deviation where one
 draw is chosen for all."""
+MISSED = 0.2
+"""Relative difference from its fitted speed at which a run contradicts the others: the runs of
+public servers differ by 5% at most."""
 TOLD = 0.75
 """A cost is undetermined if the runs leave more than this part of its prior's spread."""
 GUESSED = (
@@ -547,6 +550,29 @@ class ServerFit:
         apart = math.hypot(self.misfit, self.noise) / MISFIT.median
         width = min(1.0, self.width * max(1.0, apart))
         return np.asarray(np.median(speeds) ** (1 - width) * speeds**width)
+
+    @cached_property
+    def contradicting(self) -> tuple[ServerRun, float] | None:
+        """Return the run farthest from its fitted speed, and that speed, tokens/s.
+
+        None if it differs by less than `MISSED`.
+        """
+        # At another acceptance, runs that did not tell theirs are not predicted.
+        runs = [r for r in self.runs if r.round_tokens is not None or not self.at_other]
+        speeds = [
+            float(
+                np.median(self.tokens_per_s(r.batch, r.k, r.held, r.prompts, noisy=False, like=r))
+            )
+            for r in runs
+        ]
+        far = [
+            abs(math.log(fitted / run.tokens_per_s))
+            for run, fitted in zip(runs, speeds, strict=True)
+        ]
+        at = max(range(len(runs)), key=far.__getitem__, default=None)
+        if at is None or far[at] < math.log1p(MISSED):
+            return None
+        return runs[at], speeds[at]
 
     def _away(self, batch: int, verified: float) -> float:
         """Return doublings between a pass's tokens and the nearest that were measured."""

@@ -404,7 +404,8 @@ class ArrivalFile(Arrivals):
     def remarks(self) -> tuple[str, ...]:  # type: ignore[override]
         """A line on requests that failed when the file was recorded."""
         failed = self.read.skipped
-        said = f"{self.path}: {counted(failed, 'request')} failed and are left out"
+        verb = "is" if failed == 1 else "are"
+        said = f"{self.path}: {counted(failed, 'request')} failed and {verb} left out"
         return (said,) if failed else ()
 
     def rate_of(self, requests: int | None) -> float | None:

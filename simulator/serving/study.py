@@ -251,12 +251,14 @@ def limits_met(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["overloaded"]:
             loads.setdefault(row["policy"], set()).add(row["rate"])
     if loads:
+        most = max(row["batch"] for row in rows if row["overloaded"])
         said.append(
             "overloaded, latencies grow with --requests: "
             + "; ".join(
                 f"{policy} at {', '.join(f'{rate:.4g}' for rate in sorted(rates))}/s"
                 for policy, rates in loads.items()
             )
+            + f" (an engine runs at most {counted(most, 'request')} at a time: --max-batch)"
         )
     if rejected := sum(row["rejected"] for row in rows):
         said.append(

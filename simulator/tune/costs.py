@@ -148,6 +148,10 @@ def _meets(run: Priced, slo: Targets | None) -> Floats:
     if slo is None:
         return np.ones(len(emitted))
     first_s = run.prefill_s
+    if slo.ttft_s < float("inf"):
+        # Requests come one by one: a prompt is not read together with all others of the batch.
+        fewest = int(min(run.latency.grid("target", "forward").batches))
+        first_s = price(run.log, run.latency, batch=min(fewest, run.batch)).prefill_s
     # Prefill emits the first token, unless a round does; one without a price is no prefill.
     if run.log.first == 0 or not run.latency.has("target", "prefill"):
         first_s = first_s + run.decode_s / np.maximum(run.log.per_request(np.ones(len(run.log))), 1)

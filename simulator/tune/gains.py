@@ -240,7 +240,7 @@ class Leader(NamedTuple):
     policy: str | None
     """None if nothing drafts."""
     ratio: float
-    """Speed over no speculation."""
+    """Speed over no speculation; 0 if that is not known, as no request that counts finished."""
     served: bool
     """False if no policy produced a token."""
 

@@ -2,8 +2,9 @@
 
 Options read in: vLLM ``--speculative-config``; SGLang ``srt/server_args.py`` and
 ``srt/speculative/adaptive_spec_params.py`` (0.5.23; it takes the steps that it begins with from
-the candidates, and the draft tokens from the steps); llama.cpp ``common/arg.cpp`` (since April
-2026: ``--draft-max``, ``--draft-min`` and ``--draft-p-min`` before).
+the candidates, and the draft tokens from the steps); TensorRT-LLM ``llmapi/llm_args.py``, whose
+``decoding_type`` is compared as it is written; llama.cpp ``common/arg.cpp`` (since April 2026:
+``--draft-max``, ``--draft-min`` and ``--draft-p-min`` before).
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ METHODS = {
 ``SpeculativeMethod``, 0.32)."""
 WITHOUT_MODEL = ("ngram", "suffix")
 """Methods of vLLM that look drafts up and load no model."""
+OWN_WEIGHTS = ("mtp",)
+"""Methods whose weights are in the target's own checkpoint, unless a model is named."""
 GGUF = ".gguf"
 """Suffix of the files that llama.cpp reads; a model's folder or name does not end so."""
 BY_METHOD: Mapping[str, Mapping[str, str]] = {
@@ -56,7 +59,7 @@ BY_METHOD: Mapping[str, Mapping[str, str]] = {
     },
     "tensorrt-llm": {
         "eagle3": "Eagle3", "eagle": "Eagle", "mtp": "MTP", "ngram": "NGram",
-        "draft_model": "DraftTarget",
+        "draft_model": "Draft_Target",
     },
 }  # fmt: skip
 """vLLM's methods as SGLang's ``--speculative-algorithm`` and TensorRT-LLM's ``decoding_type``."""
@@ -159,7 +162,7 @@ def _speculating(engine: str, document: Mapping[str, Any], file: str, drafter: N
     if engine == "vllm":
         known = {**drafter.config(), **document}
         config = {"method": known.pop("method", METHOD)}
-        if config["method"] not in WITHOUT_MODEL:
+        if "model" in known or config["method"] not in (*WITHOUT_MODEL, *OWN_WEIGHTS):
             config["model"] = known.pop("model", DRAFT)
         return f" --speculative-config {shlex.quote(json.dumps(config | known))}"
     if engine == "sglang":
@@ -168,17 +171,21 @@ def _speculating(engine: str, document: Mapping[str, Any], file: str, drafter: N
             + shlex.quote(file)
         )  # fmt: skip
         algorithm = _named(engine, drafter.method)
-        model = f"--speculative-draft-model-path {shlex.quote(draft)}"
-        return f" --speculative-algorithm {algorithm} {model}{options}"
+        if drafter.model or drafter.method not in OWN_WEIGHTS:
+            options = f" --speculative-draft-model-path {shlex.quote(draft)}{options}"
+        return f" --speculative-algorithm {algorithm}{options}"
     if engine == "llamacpp":
         model = shlex.quote(draft if draft.endswith(GGUF) else DRAFT)
         return f" -md {model} --spec-type draft-simple{_options(document)}"
     if engine == "dynamo":
         return f" --extra-engine-args {shlex.quote(file)}"
     assert engine == "tensorrt-llm"
-    settings = {"decoding_type": _named(engine, drafter.method), "speculative_model": draft}
-    if drafter.method in WITHOUT_MODEL:
-        del settings["speculative_model"]
+    settings: dict[str, Any] = {"decoding_type": _named(engine, drafter.method)}
+    if drafter.method == "mtp":
+        # Its drafts are as long as this says, 1 by default, whatever max_draft_len is.
+        settings["num_nextn_predict_layers"] = document["max_draft_len"]
+    if drafter.model or drafter.method not in (*WITHOUT_MODEL, *OWN_WEIGHTS):
+        settings["speculative_model"] = draft
     # A file of options, written by the shell (bash or zsh); JSON is YAML too.
     options = shlex.quote(json.dumps({"speculative_config": {**settings, **document}}))
     return f" --extra_llm_api_options <(echo {options})"
@@ -218,6 +225,23 @@ def _named(engine: str, method: str | None) -> str:
             f"{', '.join(known)}"
         )
     return found
+
+
+def about_sharing(engine: str, drafter: NamedDrafter, latency: LatencyTable) -> str:
+    """Return a warning if `engine` shares the models between other GPUs than `latency` does.
+
+    Engines share a draft model like the target: vLLM refuses anything else
+    (``_raise_if_draft_tp_mismatch``).  Empty if there is nothing to warn of.
+    """
+    shared = latency.meta.get("tensor_parallel") or {}
+    target, draft = (int(shared.get(role, 1)) for role in ROLES)
+    if engine not in SHARED or drafter.method != "draft_model" or target == draft:
+        return ""
+    one = "GPU" if draft == 1 else "GPUs"
+    return (
+        f"the latencies are those of a draft model on {draft} {one} and a target on {target}: "
+        f"{engine} shares both alike, so name them @tp{target}, target and draft"
+    )
 
 
 def check_drafter(engine: str, recording: Recording) -> None:

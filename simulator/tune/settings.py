@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from simulator.tune.gains import MISSED, OFF, ON
 from simulator.unmeasured import percentage
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
+from traces.operators.compose import overfull
 from traces.store.writing import write_atomically
 
 TUNE_COLUMNS = (
@@ -112,7 +113,8 @@ def decided(
     of the document, ``told`` of the search.
     """
     warnings = [
-        *about_recording(trace, latency), *about_batches([*off]), *about_targets(rows, slo),
+        *about_recording(trace, latency), *about_batches([*off]),
+        *about_caches(trace, latency, off), *about_targets(rows, slo),
         *about_deploying(rows, reason, remedy), *told,
     ]  # fmt: skip
     if any(row["deploy"] == ON for row in rows):
@@ -308,6 +310,16 @@ def about_batches(batches: Sequence[int]) -> list[str]:
         for low, high in pairwise(batches)
         if high > GAP * low
     ]
+
+
+def about_caches(trace: Trace, latency: LatencyTable, batches: Iterable[int]) -> list[str]:
+    """Return the smallest batch whose caches do not fit into the memory of a composed table's GPU.
+
+    In the mean a running request holds its prompt and half of its output.
+    """
+    held = float(np.mean([r.prompt_length + r.tokens / 2 for r in trace.requests]))
+    told = (overfull(latency.meta, batch, held) for batch in sorted(batches))
+    return [f"{text}: such a batch does not run at once" for text in told if text][:1]
 
 
 def summed_up(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -22,6 +22,8 @@ from traces.latency.table import LatencyTable
 
 WINDOW = (8, 1000)
 """Fewest and most completed requests of an acceptance window."""
+WITHOUT = {"tensorrt-llm": "speculative_config", "dynamo": "aic_nextn"}
+"""Each engine's name for what vLLM calls ``--speculative-config``."""
 SURE = 4.0
 """Standard errors between the expected acceptance and the threshold of a window."""
 
@@ -82,7 +84,10 @@ def _for_engine(
 ) -> Tuned:
     """Return vLLM's result as that of another engine; `more` are warnings of its own."""
     rows = [{**row, "engine": engine} for row in found.rows]
-    kept = [w for w in found.warnings if "vLLM keeps the last K" not in w]
+    kept = [
+        w.replace("--speculative-config", WITHOUT[engine])
+        for w in found.warnings if "vLLM keeps the last K" not in w
+    ]  # fmt: skip
     return Tuned(engine, document, rows, [*kept, *more])
 
 
@@ -129,8 +134,9 @@ def tune_dynamo(
     """Return the acceptance that Dynamo's mocker is to draw, at the best draft length.
 
     ``aic_nextn`` is one K for all loads: that of the largest batch size at which `tune_vllm` says
-    to draft.  ``aic_nextn_accept_rates`` are the chances of each token,
-    given that those before it were accepted.  Options and errors are those of `tune_vllm`.
+    to draft.  Rows are those of a second search, with that K alone.  ``aic_nextn_accept_rates``
+    are the chances of each token, given that those before it were accepted.  Options and errors are
+    those of `tune_vllm`.
     """
     most = min(MOST_DYNAMO, longest_draft(trace) or MOST_DYNAMO)
     kept = sorted({k for k in lengths if k <= most})
@@ -140,6 +146,11 @@ def tune_dynamo(
         return _for_engine("dynamo", found)
     most = max(drafting)
     k = next(k for low, high, k in found.document[BY_BATCH] if low <= most <= high)
+    if any(row[-1] != k for row in found.document[BY_BATCH]):
+        # The rows are to say what this K gives at every load.
+        found = tune_vllm(trace, latency, batches, lengths=[k], **options)
+        if found.document is None:
+            return _for_engine("dynamo", found)
     # Acceptance that was given is known better than by the rounds drawn from it.
     given = trace.meta["survival"][:k] if trace.meta.get("kind") == "acceptance" else None
     found_by = of_trace("", trace, k) if given is None else of_survival("", given)
@@ -147,5 +158,5 @@ def tune_dynamo(
     document = {
         "aic_nextn": k, "aic_nextn_accept_rates": ",".join(f"{rate:.4f}" for rate in rates),
     }  # fmt: skip
-    said = f"Dynamo's mocker drafts K = {k} at every load: its gains are those of that K alone"
+    said = f"Dynamo's mocker drafts K = {k} at every load"
     return _for_engine("dynamo", found, document, said)

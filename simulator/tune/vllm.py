@@ -190,6 +190,10 @@ def tune_vllm(
     more = about_rising("K", sizes, options, table, alone)
     if by_context:
         more.append(
+            "served_tok_s and gain are those of the recorded requests at each batch, whatever the "
+            "context; decode_tok_s and decode_gain are those at the context"
+        )
+        more.append(
             "vLLM 0.32 reads rows [lo, hi, K] only and refuses those with contexts: use this form "
             "with a vLLM that documents it"
         )

@@ -9,6 +9,8 @@ one head and up to 64 of its tokens (*unsplit*).  Hopper's kernels split either 
     unsplit  = launch + read x (context + tokens / 2) x max(1, blocks / multiprocessors)
     blocks   = sequences x heads x ceil(tokens / 64)
 
+A long prompt is bound by arithmetic, not by reading (`COMPUTED`).
+
 Both are read from timings where a GPU has them for as many heads; elsewhere the laws are fitted to
 the timings of the same GPU, or else of others.
 """
@@ -43,6 +45,13 @@ multiprocessors are the A6000's at another clock."""
 OTHERS_READ_S = 37e-9
 """The same of an A100 and others: 52 cycles at its clock, where those timed take 47 to 86; assumed
 within a factor of 1.4."""
+COMPUTED = 0.6
+"""Share of its peak at which a GPU whose attention was not timed attends to long contexts.  Long
+prompts reach 0.59 on the RTX PRO 6000 and 0.85 on the RTX 4090, and 0.6 on an A100 and an H100 in
+the papers on FlashAttention 2 and 3."""
+PUBLISHED = 1024
+"""Tokens that a prompt of 2,048 attends to in the mean.  Published prompts on an A100 and an H100
+are no longer; up to there a token takes what `OTHERS_READ_S` says."""
 HOPPER = ("h100", "h200", "h800", "h20")
 """GPUs whose kernels split the cache for several tokens a sequence, too (FlashAttention 3)."""
 
@@ -105,6 +114,21 @@ class Timed(NamedTuple):
     with_prompts: Plane
     """Time that decoding sequences add to a prompt of `PROMPT` tokens in the same step."""
 
+    def chunk_s(self, width: Floats, context: Floats) -> Floats:
+        """Return seconds of a prompt's chunk after this context.
+
+        One longer than those timed takes what its parts take one after the other: each attends to
+        those before it, so that a prompt of twice the tokens takes four times as long.
+        """
+        most = float(self.chunk.sizes[-1])
+        found = self.chunk.at(np.minimum(width, most), context)
+        begun = most
+        while (longer := width > begun).any():
+            left = np.minimum(width[longer] - begun, most)
+            found[longer] += self.chunk.at(left, context[longer] + begun)
+            begun += most
+        return found
+
 
 class AttentionOperators:
     """Attention on one device, at any model's heads."""
@@ -144,7 +168,7 @@ class AttentionOperators:
         timed = self._timed.get(heads)
         if timed is None:
             return law
-        alone = timed.chunk.at(width, context)
+        alone = timed.chunk_s(width, context)
         several = timed.unsplit.at(batch, context)
         grown = alone * law / self._unsplit_law(heads, np.ones(len(batch)), width, context)
         few = np.where(batch > 1, several, alone)
@@ -201,8 +225,14 @@ class AttentionOperators:
     def _unsplit_law(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
         read_s = READ_S.get(self.device.name, 27e-9 if self.splits_all else OTHERS_READ_S)
         blocks = batch * heads.heads * np.ceil(width / TILE)
-        waves = np.maximum(blocks / self.device.processors, 1.0)
-        return np.asarray(UNSPLIT_S + read_s * (context + width / 2) * waves)
+        waves, attended = blocks / self.device.processors, context + width / 2
+        paced_s = read_s * attended
+        if self.device.name not in READ_S:
+            each = 4 * TILE * heads.head_dim * self.device.processors / self.device.flops
+            further = np.maximum(attended - PUBLISHED, 0.0)
+            further *= max(read_s - each / COMPUTED, 0.0)
+            paced_s = np.where(width > TILE, paced_s - further, paced_s)
+        return np.asarray(UNSPLIT_S + np.maximum(read_s * attended, paced_s * waves))
 
 
 def timed_planes(table: OperatorTable, device: str) -> dict[str, Timed]:

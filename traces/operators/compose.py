@@ -25,6 +25,7 @@ to, and LLMServingSim has withdrawn its table of steps.  So a pass of a kind tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -68,9 +69,10 @@ BATCHES = (
     1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 25, 32, 33, 40, 41, 48, 56, 64, 80, 96, 128, 192, 256,
 )  # fmt: skip
 WIDTHS = (
-    1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280,
-    1536, 1792, 2048, 4096,
+    1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 24, 25, 32, 33, 64, 128, 192, 256, 384, 512, 640, 768,
+    896, 1024, 1280, 1536, 1792, 2048, 4096,
 )  # fmt: skip
+"""Widths of drafts, and both sides of the sizes at which a CUDA graph of one sequence ends."""
 CONTEXTS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 PROMPTS = (
     16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536,
@@ -370,6 +372,27 @@ def _grid(
     b, n, c = combined(batches, widths, contexts)
     kept = (b == 1) | (b * n <= MOST_TOKENS)
     return b[kept], n[kept], c[kept]
+
+
+def overfull(meta: Mapping[str, Any], batch: int, held: float) -> str:
+    """Return in words that the caches of `batch` requests do not fit next to the weights.
+
+    Each holds `held` tokens in the mean.  Empty if they fit, or the GPU or the models are not known
+    (`kv_blocks`).
+    """
+    if "composed" not in meta or meta.get("scaled"):
+        return ""
+    try:
+        blocks = kv_blocks(meta).blocks
+    except DraftsimError as error:
+        return str(error)
+    needed = batch * math.ceil(held / BLOCK)
+    if needed <= blocks:
+        return ""
+    return (
+        f"{batch:,} requests of {held:,.0f} tokens each take {needed:,} blocks of cache, and about "
+        f"{blocks:,} fit next to the weights on {meta['device']}"
+    )
 
 
 class Blocks(NamedTuple):
