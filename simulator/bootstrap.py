@@ -16,6 +16,8 @@ CONFIDENCE = 0.95
 """Level of intervals where no other is asked for."""
 FEW = 100
 """Draws below which percentiles are too narrow: the ends of 30 draws hold 89% instead of 95%."""
+FEW_PROMPTS = 50
+"""Prompts below which percentiles are too narrow: those over 6 prompts hold 83% instead of 95%."""
 
 
 @lru_cache(maxsize=4)
@@ -55,22 +57,27 @@ def gain(
     fast for both cancels.  The interval is NaN with one prompt.
     """
     value = float(rate_ratio(own.sum(axis=1), base.sum(axis=1)))
-    if own.shape[1] < 2:
+    prompts = own.shape[1]
+    if prompts < 2:
         return value, math.nan, math.nan
-    return value, *interval(rate_ratio(own @ weights.T, base @ weights.T), confidence)
+    return value, *interval(rate_ratio(own @ weights.T, base @ weights.T), confidence, prompts)
 
 
-def interval(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def interval(
+    drawn: Floats, confidence: float = CONFIDENCE, prompts: int = FEW_PROMPTS
+) -> tuple[float, float]:
     """Return the interval of the finite values of `drawn`, as `intervals` does."""
-    low, high = intervals(drawn[np.isfinite(drawn)][:, None], confidence)
+    low, high = intervals(drawn[np.isfinite(drawn)][:, None], confidence, prompts)
     return float(low[0]), float(high[0])
 
 
-def intervals(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[Floats, Floats]:
+def intervals(
+    drawn: Floats, confidence: float = CONFIDENCE, prompts: int = FEW_PROMPTS
+) -> tuple[Floats, Floats]:
     """Return the interval of each column of `drawn`, shape (resamples, columns).
 
     It is the percentile interval, below `FEW` resamples the t interval about their mean
-    (`half_width`), and NaN of fewer than two.
+    (`half_width`), and NaN of fewer than two.  Draws of few `prompts` have wider ones (`widened`).
     """
     if len(drawn) < 2:
         unknown = np.full(drawn.shape[1], np.nan)
@@ -78,7 +85,9 @@ def intervals(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[Floats, Fl
     if len(drawn) < FEW:
         middle = drawn.mean(axis=0)
         reach = np.array([half_width(own, confidence) for own in drawn.T])
+        reach *= widened(confidence, prompts)
         return middle - reach, middle + reach
+    confidence = expanded(confidence, prompts)
     ordered = np.sort(drawn, axis=0)
     places = (len(ordered) - 1) * np.array([1 - confidence, 1 + confidence]) / 2
     below = np.floor(places).astype(int)
@@ -86,6 +95,31 @@ def intervals(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[Floats, Fl
     part = (places - below)[:, None]
     low, high = ordered[below] * (1 - part) + ordered[above] * part
     return low, high
+
+
+def widened(confidence: float, prompts: int) -> float:
+    """Return by how much intervals from resamples of so few `prompts` are to be wider.
+
+    Resamples of n prompts scatter by sqrt(1 - 1/n) of what others' means do, and that scatter is
+    itself uncertain, as in a t interval (Hesterberg 2015, The American Statistician 69(4), sec.
+    5.3).  It is 1 from `FEW_PROMPTS` on, where this is less than 4%.
+    """
+    if not 1 < prompts < FEW_PROMPTS:
+        return 1.0
+    from scipy.special import ndtri, stdtrit
+
+    upper = 0.5 + confidence / 2
+    return float(stdtrit(prompts - 1, upper) / ndtri(upper) * math.sqrt(prompts / (prompts - 1)))
+
+
+def expanded(confidence: float, prompts: int) -> float:
+    """Return the level of percentiles that are as much further apart as `widened` says."""
+    wider = widened(confidence, prompts)
+    if wider == 1:
+        return confidence
+    from scipy.special import ndtr, ndtri
+
+    return float(2 * ndtr(wider * ndtri(0.5 + confidence / 2)) - 1)
 
 
 def half_width(values: Floats, confidence: float = CONFIDENCE) -> float:

@@ -246,9 +246,8 @@ def plot_survival(trace: Trace, gamma: int = 16) -> Figure:
     )
     positions = np.maximum(np.diff(trace.request_starts)[:, None] - k + 1, 0)
     drawn = resamples(len(accepted), 500, 0)
-    low, high = np.array(
-        [interval(share) for share in ratio(drawn @ accepted, drawn @ positions).T]
-    ).T
+    shares = ratio(drawn @ accepted, drawn @ positions).T
+    low, high = np.array([interval(share, prompts=len(accepted)) for share in shares]).T
     alpha = acceptance(trace)
     figure, axes = look.canvas(5.6, 3.6)
     axes.fill_between(k, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
