@@ -48,7 +48,7 @@ COLUMNS: dict[str, str] = {
     "acceptance_rate": "draft acceptance rate: accepted of all drafted tokens",
     "emitted": "acceptance length: tokens per target pass",
     "accepted": "draft acceptance rate: accepted of all drafted tokens",
-    "wrong": "share of rejected tokens that the lossy rule accepted",
+    "wrong": "share of the tokens rejected by lossless verification that the lossy rule accepted",
     "like greedy": "share of tokens equal to greedy decoding's",
     "BLEU": "BLEU of the text against the greedy text",
     "passes/greedy": "% of texts whose code passes its tests, and of greedy texts",

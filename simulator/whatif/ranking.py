@@ -309,6 +309,8 @@ def ranked_rows(
     the other options and errors those of `compared`.
     """
     logs = ranking.logs if logs is None else logs
+    # No speculation is the first row already.
+    logs = [log for log in logs if log.policy != PLAIN] or logs
     for log in logs:
         check_layers(log, trace, latency)
     runs = summary.price_all(logs, latency, progress=progress)
