@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -279,6 +280,36 @@ def test_the_phases_make_up_the_whole() -> None:
     assert mine[1]["share"] == pytest.approx(42 / 102)
 
 
+def test_a_phase_of_one_prompt_has_no_interval_and_short_ones_keep_their_rows() -> None:
+    """A phase of one token is seldom where a long draft begins, but it is a step of its own."""
+    outputs = [[10, 7, 10, 8, *range(20, 59)], *[[10, *range(20, 62)] for _ in range(5)]]
+    trace = trace_of(outputs, 43, [[1, 2]] * 6, [])
+    logs = [
+        replace(replay_source(trace, parse_source("parallel:acceptance=[0.9,0.9]"), Fixed(k)),
+                policy=f"K={k}") for k in (1, 2)
+    ]  # fmt: skip
+    runs = price_all(logs, LatencyTable.constant(1.0, 0.2))
+    found = phases_of(trace, [THINK])
+    rows = phase_rows(runs, trace, [THINK], found, 200)
+    alone = [row for row in rows if row["phase"] == "thinking"]
+    assert alone
+    assert {row["speedup_lo"] for row in alone if row["policy"] != "autoregressive"} <= {None}
+    # Where no round of one policy begins, the others and plain decoding keep their rows.
+    found[:] = 0
+    begun = {
+        log.policy: set(
+            (trace.request_starts[log.rounds["request"]] + log.rounds["position"]).tolist()
+        )
+        for log in logs
+    }  # fmt: skip
+    place = min(begun["K=1"] - begun["K=2"])
+    found[place] = 1
+    rows = phase_rows(runs, trace, [THINK], found, 50)
+    assert [row["policy"] for row in rows if row["phase"] == "thinking"] == [
+        "autoregressive", "K=1",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [("thinking", "NAME=BEGIN..END"), ("a=x..", "an end"), ("answer=a..b", "name")],
@@ -288,7 +319,7 @@ def test_wrong_phases_are_refused(run: Run, text: str, says: str) -> None:
     assert says in made.refusal
 
 
-def test_the_command_line_prints_a_row_by_phase(run: Run) -> None:
+def test_the_command_line_prints_a_row_by_phase(run: Run, tmp_path: Path) -> None:
     asked = ("simulate", "--trace", "bundled", "--policy", "fixed:gamma=3", "--phase",
              "bracketed=(..)", "--tokenizer", TARGET)  # fmt: skip
     printed = run(*asked).ok()
@@ -298,3 +329,7 @@ def test_the_command_line_prints_a_row_by_phase(run: Run) -> None:
     assert all(row["speedup"] > 0 for row in told)
     without = run(*asked[:-2])
     assert "--tokenizer" in without.refusal
+    run(*asked, "--out", tmp_path / "table.tex").ok()
+    assert "bracketed" in (tmp_path / "table.tex").read_text()
+    csv = run(*asked, "--out", tmp_path / "table.csv").ok()
+    assert "table.csv holds no rows by phase: .tex, .json and --json have them" in csv.said
