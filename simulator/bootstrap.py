@@ -107,10 +107,20 @@ def widened(confidence: float, prompts: int) -> float:
     """
     if not 1 < prompts < FEW_PROMPTS:
         return 1.0
+    more = standard_errors(prompts, confidence) / standard_errors(FEW_PROMPTS, confidence)
+    return more * math.sqrt(prompts / (prompts - 1))
+
+
+def standard_errors(prompts: int, confidence: float = CONFIDENCE) -> float:
+    """Return the standard errors that an interval over `prompts` reaches to either side.
+
+    As of a t interval if they are few, of a normal one if they are `FEW_PROMPTS` or more.
+    """
     from scipy.special import ndtri, stdtrit
 
     upper = 0.5 + confidence / 2
-    return float(stdtrit(prompts - 1, upper) / ndtri(upper) * math.sqrt(prompts / (prompts - 1)))
+    few = 1 < prompts < FEW_PROMPTS
+    return float(stdtrit(prompts - 1, upper) if few else ndtri(upper))
 
 
 def expanded(confidence: float, prompts: int) -> float:

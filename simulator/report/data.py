@@ -27,7 +27,7 @@ from policies.arrays import Floats
 from policies.lengths.basic import Fixed
 from policies.registry import PLAIN, is_bound
 from simulator import summary
-from simulator.bootstrap import gain, resamples
+from simulator.bootstrap import gain, resamples, standard_errors
 from simulator.hardware.scaling import bounds_of, bounds_words, scaling_words
 from simulator.palette import COLOURS
 from simulator.pricing import always_drafted, autoregressive, price
@@ -453,6 +453,7 @@ def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any
         "mode": str(latency.meta.get("mode") or "-"),
         "versions": ", ".join(f"{k} {w}" for k, w in dict(meta.get("versions") or {}).items()),
         "prompts": len(trace.requests),
+        "reach": standard_errors(len(trace.requests)),
         "tokens": trace.tokens,
         "sampling": trace.sampling.label,
         "alpha": acceptance(trace),
