@@ -275,7 +275,7 @@ def plot_robustness(speedups: pd.DataFrame) -> Figure:
     figure, axes = look.canvas(6.4, 3.6)
     for i, (name, part) in enumerate(speedups.groupby("policy", sort=False)):
         value = part["speedup"].to_numpy(float) / mean
-        label = f"{name}  {value.mean():.2f} ± {value.std(ddof=1):.2f}"
+        label = f"{name}  {value.mean():.2f} ± {value.std(ddof=1):.2g}"
         axes.plot(part["gamma"], value, label=label, **look.series(i, 1))
     axes.axhline(1, color=INK, linewidth=0.8)
     ticks = sorted({int(g) for g in speedups["gamma"]})
