@@ -70,6 +70,11 @@ def test_an_oracle_that_another_row_beats_is_called_no_bound(
         rows = to_rows(summarize(runs, latency, resamples=50))
         print_ranked(compared(rows, priced, latency, None, 50))
         assert said in capsys.readouterr().out
+    # Another drafter may be faster than the best that this one can be.
+    rows = compared(rows, priced, latency, None, 50)
+    other = {**rows[1], "policy": "pld", "source": "pld", "speedup": 9.0}
+    print_ranked([rows[2], other])
+    assert "a bound for that alone" in capsys.readouterr().out
 
 
 def test_plain_decoding_is_one_row_and_has_no_rule(run: Run) -> None:

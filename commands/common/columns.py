@@ -49,7 +49,7 @@ COLUMNS: dict[str, str] = {
     "emitted": "acceptance length: tokens per target pass",
     "accepted": "draft acceptance rate: accepted of all drafted tokens",
     "wrong": "share of the tokens rejected by lossless verification that the lossy rule accepted",
-    "like greedy": "share of tokens equal to greedy decoding's",
+    "like greedy": "share of tokens equal to greedy decoding's, of the longer text",
     "BLEU": "BLEU of the text against the greedy text",
     "passes/greedy": "% of texts whose code passes its tests, and of greedy texts",
     "fastest": "fastest policy of the category that one could run",
@@ -158,7 +158,7 @@ COLUMNS: dict[str, str] = {
     "share_predicted": "predicted share of the time spent outside steps",
     "throughput_defaults": "tokens/s with the engine's default options",
     "speedup_defaults": "speedup with the engine's default options",
-    "agreement": "share of tokens equal to greedy decoding's",
+    "agreement": "share of tokens equal to greedy decoding's, of the longer text",
     # Sweeps.
     "points": "points of the grid",
     "mean_speedup": "mean speedup over the grid",
