@@ -99,11 +99,12 @@ def intervals(
 
 
 def widened(confidence: float, prompts: int) -> float:
-    """Return by how much intervals from resamples of so few `prompts` are to be wider.
+    """Return the factor by which an interval from resamples of few `prompts` is widened.
 
-    Resamples of n prompts scatter by sqrt(1 - 1/n) of what others' means do, and that scatter is
-    itself uncertain, as in a t interval (Hesterberg 2015, The American Statistician 69(4), sec.
-    5.3).  It is 1 from `FEW_PROMPTS` on, where this is less than 4%.
+    The means of resamples of n prompts have sqrt(1 - 1/n) times the standard deviation of the means
+    of n other prompts.  This standard deviation is itself an estimate, which a t interval takes
+    into account (Hesterberg 2015, The American Statistician 69(4), sec. 5.3).  The factor is 1 from
+    `FEW_PROMPTS` on, where both are less than 4%.
     """
     if not 1 < prompts < FEW_PROMPTS:
         return 1.0
@@ -114,7 +115,7 @@ def widened(confidence: float, prompts: int) -> float:
 def standard_errors(prompts: int, confidence: float = CONFIDENCE) -> float:
     """Return the standard errors that an interval over `prompts` reaches to either side.
 
-    As of a t interval if they are few, of a normal one if they are `FEW_PROMPTS` or more.
+    It is a t interval below `FEW_PROMPTS`, and a normal one from there on.
     """
     from scipy.special import ndtri, stdtrit
 
@@ -124,7 +125,7 @@ def standard_errors(prompts: int, confidence: float = CONFIDENCE) -> float:
 
 
 def expanded(confidence: float, prompts: int) -> float:
-    """Return the level of percentiles that are as much further apart as `widened` says."""
+    """Return the level of percentiles that are further apart by the factor `widened`."""
     wider = widened(confidence, prompts)
     if wider == 1:
         return confidence

@@ -64,7 +64,7 @@ def break_even_ratio(log: RoundLog | RatioSums, verify: float = 1.0) -> BreakEve
         + 2 * verify * ratio * s.verified_forwards
     )  # fmt: skip
     error = np.sqrt(max(squares, 0.0) * s.prompts / (s.prompts - 1)) / s.forwards
-    # From 50 prompts on a normal interval, as of `simulator.bootstrap`.
+    # A normal interval from 50 prompts on, as in `simulator.bootstrap`.
     reach = stats.t.ppf(0.975, s.prompts - 1) if s.prompts < 50 else stats.norm.ppf(0.975)
     low, high = ratio - reach * error, ratio + reach * error
     return BreakEven(max(0.0, ratio), max(0.0, float(low)), max(0.0, float(high)))
