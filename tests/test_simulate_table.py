@@ -80,6 +80,10 @@ def test_an_oracle_that_another_row_beats_is_called_no_bound(
 def test_plain_decoding_is_one_row_and_has_no_rule(run: Run) -> None:
     rows = run("simulate", "--trace", "bundled", "--policy", "autoregressive", "--json", "-").rows
     assert [row["policy"] for row in rows].count("autoregressive") == 1
+    # Nor is a draft length of 0 "the best" where no draft gives a speedup.
+    slow = ("simulate", "--trace", "bundled", "--latency", "const:target=1,draft=2")
+    said = " ".join(run(*slow, "--policy", "fixed:gamma=0").ok().out.split())
+    assert "no policy is faster than no speculation: the best, fixed:gamma=1, is at" in said
     printed = run("simulate", "rounds", "bundled").ok().out
     plain = [line for line in printed.splitlines() if line.startswith("autoregressive")]
     assert len(plain) == 2  # two sets of prompts
