@@ -119,8 +119,11 @@ class ShownSurface:
     out: OutOption = None
     json: JsonOption = None
 
-    def emit(self, surface: pd.DataFrame, said: str, name: str) -> None:
-        """Print or write the surface of `name`, which `said` begins, and vLLM's tables; draw it."""
+    def emit(self, surface: pd.DataFrame, said: str, name: str, least: bool = False) -> None:
+        """Print or write the surface of `name`, which `said` begins, and vLLM's tables; draw it.
+
+        ``least`` says that speedups are lower bounds: then no load is said to be slower.
+        """
         from simulator.tune.breakeven import pays_to, vllm_tables
         from simulator.tune.formats import check_settings
 
@@ -131,14 +134,14 @@ class ShownSurface:
         rows = surface.to_dict("records")
         drafting = surface[surface["k"] > 0].groupby(["batch", "context"])
         best = surface.loc[drafting["speedup"].idxmax()]
-        exact = (surface["low"] == surface["high"]).all()
+        exact = (best["low"] == best["high"]).all()
         shown = [n for n in SHOWN if not (exact and n in ("low", "high"))]
         more: dict[str, Any] = {f"vllm_by_{name}": table.document for name, table in tables.items()}
         more |= {f"loses_by_{name}": table.loses for name, table in tables.items()}
         pays = f"{said} {pays_to(surface, 'batch', 'requests')}"
         if surface["context"].nunique() > 1:
             pays += f"; by context, {pays_to(surface, 'context', 'tokens')}"
-        note(pays)
+        note(pays + " (speedups here are lower bounds)" * least)
         emit(
             "breakeven", rows, self.json, more=more, out=self.out,
             tables=lambda: [
@@ -146,7 +149,7 @@ class ShownSurface:
             ],
         )  # fmt: skip
         for table in tables.values():
-            line = "no table with K above 0 is faster"
+            line = f"no table with K above 0 is {'sure to be ' * least}faster"
             if table.document is not None:  # without blanks, at which it would be broken
                 line = dumps(table.document, separators=(",", ":"))
             note(f"{line}  (loses {table.loses:.1%} against the best K of every load)")
@@ -167,9 +170,10 @@ def surface(inputs: SurfaceInputs, loads: SurfaceLoads, shown: ShownSurface) -> 
     if inputs.told:
         given = {"--trace": given_name(inputs.trace)}
         options.refuse(given, "--acceptance and --latency need no recording")
-    rows, name = _priced(inputs, loads, shown.level)
+    rows, name, least = _priced(inputs, loads, shown.level)
     # A latency table prices steps that decode; a server's runs read prompts, too.
-    shown.emit(rows, f"{name}: decoding with speculation is faster", name)
+    faster = "sure to be faster" if least else "faster"
+    shown.emit(rows, f"{name}: decoding with speculation is {faster}", name, least)
 
 
 def bench(
@@ -254,8 +258,10 @@ def plan(
         note("then run: draftsim breakeven bench RESULTS")
 
 
-def _priced(inputs: SurfaceInputs, loads: SurfaceLoads, level: float) -> tuple[pd.DataFrame, str]:
-    """Return the surface by a latency table, and whose it is."""
+def _priced(
+    inputs: SurfaceInputs, loads: SurfaceLoads, level: float
+) -> tuple[pd.DataFrame, str, bool]:
+    """Return the surface by a latency table, whose it is, and True if its speedups are bounds."""
     from simulator.aggregate.positions import of_trace
     from simulator.pricing import extras_of, missing_parts
     from simulator.recording import load_tables, said_costs
@@ -266,6 +272,7 @@ def _priced(inputs: SurfaceInputs, loads: SurfaceLoads, level: float) -> tuple[p
     from traces.replay.calls import drafting_always, in_one_pass
 
     lengths, acceptance = loads.lengths, inputs.acceptance
+    least = False
     if inputs.told:
         assert inputs.latency is not None
         given, free = latencies([inputs.latency]), inputs.assume_batch_free
@@ -287,10 +294,11 @@ def _priced(inputs: SurfaceInputs, loads: SurfaceLoads, level: float) -> tuple[p
                 "extrapolated"
             )
         positions = of_trace(inputs.trace, own, min(max(lengths), most))
-        if own.drafts_end:
+        if least := own.drafts_end:
             remark(
                 "a round in which the drafter proposes nothing is priced like one that verifies K "
-                "tokens: speedups are lower bounds"
+                "tokens: speedups are lower bounds (`draftsim simulate --source` has that of one "
+                "request)"
             )
     batches, contexts = loads.axes(table=table)
     table.check_sizes("target", "forward", max(batches), 1)
@@ -311,7 +319,7 @@ def _priced(inputs: SurfaceInputs, loads: SurfaceLoads, level: float) -> tuple[p
         remark(line)
     if said := table.said_batch_free(max(batches)):
         remark(said)
-    return surface, name
+    return surface, name, least
 
 
 def _server(bench: list[str], passes: int | None) -> tuple[ServerFit, str | None]:

@@ -17,6 +17,7 @@ from policies.batch.base import BatchPolicy, Policy, SingleStream
 from policies.core import SIGNALS, DraftPolicy, Load, Round, own_copy, speculate
 from policies.guard import Guarded, length_from
 from policies.guard import PolicyError as PolicyError  # noqa: PLC0414
+from policies.lengths.basic import Oracle
 from policies.spec import parameters
 from policies.together import Member, together_of
 from policies.wrapper import Wrapper, unwrapped
@@ -150,7 +151,8 @@ def check_policy(policy: Policy) -> None:
     """Drive copies of `policy` through scripted streams and check the contract.
 
     Checked: parameters are stored under their own names; only declared signals are
-    read; `keep_drafting` gives a bool, ends every round and leaves the draft alone;
+    read, and `Load.run_length`, which only a recording holds, by subclasses of the oracle alone;
+    `keep_drafting` gives a bool, ends every round and leaves the draft alone;
     `submit` gives 0 to ``len(draft)``; no draft is longer than `longest_draft`; two copies
     under the same stream act the same; a run leaves its prototype as it was, and what is
     learnt crosses requests only if ``learns_across_requests`` says so; empty drafts,
@@ -168,7 +170,7 @@ def check_policy(policy: Policy) -> None:
     try:
         for check in (_parameters_stored, _signals_known):
             check(copy.deepcopy(pristine))
-        for check in (_edges, _deterministic, _independent, _within_its_bound):
+        for check in (_edges, _deterministic, _foresees_nothing, _independent, _within_its_bound):
             check(own_copy(pristine, VOCABULARY))
         _in_batches(copy.deepcopy(pristine))
     except PolicyError as error:
@@ -233,6 +235,32 @@ def _deterministic(policy: DraftPolicy) -> None:
     for seed in range(5):
         if _drive(one.fresh(), seed) != _drive(two.fresh(), seed):
             raise PolicyError("is not deterministic: two copies act differently on one stream")
+
+
+class _RealDecoder(ScriptedDecoder):
+    """A scripted stream that does not tell how far its drafts match, as real decoding does not."""
+
+    @property
+    def load(self) -> Load:
+        return super().load._replace(run_length=None)
+
+
+def _foresees_nothing(policy: DraftPolicy) -> None:
+    if isinstance(unwrapped(policy), Oracle):
+        return  # recommended by no command
+    one, two = copy.deepcopy(policy), copy.deepcopy(policy)
+    for seed in range(5):
+        told = _drive(one.fresh(), seed)
+        real = _RealDecoder(seed, 60, policy.reads)
+        try:
+            same = list(speculate(real, _WatchedPolicy(two.fresh()))) == told
+        except (TypeError, ValueError):  # of a run length that is None
+            same = False
+        if not same:
+            raise PolicyError(
+                "drafts by load.run_length, which only a recording knows: for a bound, subclass "
+                "policies.lengths.basic.Oracle"
+            )
 
 
 def _independent(policy: DraftPolicy) -> None:

@@ -148,7 +148,18 @@ def describe(policy: Policy) -> str:
     policy = unwrapped(policy)
     names = {cls: name for name, cls in POLICIES.items()}
     own, _ = vars(type(policy)).get(FILE_MARK, (type(policy).__name__, ""))
-    return describe_spec(policy, names.get(type(policy), own))
+    return as_bound(policy, describe_spec(policy, names.get(type(policy), own)))
+
+
+def as_bound(policy: Policy, name: str) -> str:
+    """Return the name of a policy; of a user's subclass of the oracle as one that `is_bound`.
+
+    >>> class Half(Oracle): ...
+    >>> as_bound(Half(), "Half"), is_bound(as_bound(Half(), "Half")), as_bound(Fixed(), "mine")
+    ('oracle (Half)', True, 'mine')
+    """
+    derived = isinstance(policy, Oracle) and type(policy) is not Oracle
+    return f"oracle ({name})" if derived else name
 
 
 def lacks(policy: Policy, resource: str) -> bool:

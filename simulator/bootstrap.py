@@ -17,6 +17,8 @@ CONFIDENCE = 0.95
 """Level of intervals where no other is asked for."""
 FEW = 100
 """Draws below which percentiles are too narrow: the ends of 30 draws hold 89% instead of 95%."""
+FEW_PROMPTS = 50
+"""Prompts below which percentiles are too narrow: those over 6 prompts hold 83% instead of 95%."""
 
 
 class Interval(NamedTuple):
@@ -76,26 +78,32 @@ def gain(own: Floats, base: Floats, weights: Floats, confidence: float = CONFIDE
     """Return the ratio of tokens per second over all prompts, with its interval; both (2, prompts).
 
     Every resample has the same prompts for both (`weights`, of `resamples`), so what makes a prompt
-    fast for both cancels.  The interval is NaN with one prompt.
+    fast for both cancels.  The interval is NaN with one prompt; prompts without tokens, such as
+    those without a phase of the answer, are none.
     """
     value = float(rate_ratio(own.sum(axis=1), base.sum(axis=1)))
-    if own.shape[1] < 2:
+    prompts = int(((own[0] > 0) | (base[0] > 0)).sum())
+    if prompts < 2:
         return Interval(value, math.nan, math.nan)
-    ends = interval(rate_ratio(own @ weights.T, base @ weights.T), confidence)
+    ends = interval(rate_ratio(own @ weights.T, base @ weights.T), confidence, prompts)
     return Interval(value, *ends)
 
 
-def interval(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def interval(
+    drawn: Floats, confidence: float = CONFIDENCE, prompts: int = FEW_PROMPTS
+) -> tuple[float, float]:
     """Return the interval of the finite values of `drawn`, as `intervals` does."""
-    low, high = intervals(drawn[np.isfinite(drawn)][:, None], confidence)
+    low, high = intervals(drawn[np.isfinite(drawn)][:, None], confidence, prompts)
     return float(low[0]), float(high[0])
 
 
-def intervals(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[Floats, Floats]:
+def intervals(
+    drawn: Floats, confidence: float = CONFIDENCE, prompts: int = FEW_PROMPTS
+) -> tuple[Floats, Floats]:
     """Return the interval of each column of `drawn`, shape (resamples, columns).
 
     It is the percentile interval, below `FEW` resamples the t interval about their mean
-    (`half_width`), and NaN of fewer than two.
+    (`half_width`), and NaN of fewer than two.  Draws of few `prompts` have wider ones (`widened`).
     """
     if len(drawn) < 2:
         unknown = np.full(drawn.shape[1], np.nan)
@@ -103,7 +111,9 @@ def intervals(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[Floats, Fl
     if len(drawn) < FEW:
         middle = drawn.mean(axis=0)
         reach = np.array([half_width(own, confidence) for own in drawn.T])
+        reach *= widened(confidence, prompts)
         return middle - reach, middle + reach
+    confidence = expanded(confidence, prompts)
     ordered = np.sort(drawn, axis=0)
     places = (len(ordered) - 1) * np.array([1 - confidence, 1 + confidence]) / 2
     below = np.floor(places).astype(int)
@@ -111,6 +121,42 @@ def intervals(drawn: Floats, confidence: float = CONFIDENCE) -> tuple[Floats, Fl
     part = (places - below)[:, None]
     low, high = ordered[below] * (1 - part) + ordered[above] * part
     return low, high
+
+
+def widened(confidence: float, prompts: int) -> float:
+    """Return the factor by which an interval from resamples of few `prompts` is widened.
+
+    The means of resamples of n prompts have sqrt(1 - 1/n) times the standard deviation of the means
+    of n other prompts.  This standard deviation is itself an estimate, which a t interval takes
+    into account (Hesterberg 2015, The American Statistician 69(4), sec. 5.3).  The factor is 1 from
+    `FEW_PROMPTS` on, where both are less than 4%.
+    """
+    if not 1 < prompts < FEW_PROMPTS:
+        return 1.0
+    more = standard_errors(prompts, confidence) / standard_errors(FEW_PROMPTS, confidence)
+    return more * math.sqrt(prompts / (prompts - 1))
+
+
+def standard_errors(prompts: int, confidence: float = CONFIDENCE) -> float:
+    """Return the standard errors that an interval over `prompts` reaches to either side.
+
+    It is a t interval below `FEW_PROMPTS`, and a normal one from there on.
+    """
+    from scipy.special import ndtri, stdtrit
+
+    upper = 0.5 + confidence / 2
+    few = 1 < prompts < FEW_PROMPTS
+    return float(stdtrit(prompts - 1, upper) if few else ndtri(upper))
+
+
+def expanded(confidence: float, prompts: int) -> float:
+    """Return the level of percentiles that are further apart by the factor `widened`."""
+    wider = widened(confidence, prompts)
+    if wider == 1:
+        return confidence
+    from scipy.special import ndtr, ndtri
+
+    return float(2 * ndtr(wider * ndtri(0.5 + confidence / 2)) - 1)
 
 
 def half_width(values: Floats, confidence: float = CONFIDENCE) -> float:

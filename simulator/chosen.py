@@ -16,6 +16,7 @@ from policies.registry import (
     PLAIN,
     POLICIES,
     AnyPolicy,
+    as_bound,
     capped,
     describe,
     lacks,
@@ -217,7 +218,8 @@ def name_of(policy: Policy, taken: Collection[str]) -> str:
     else:
         with suppress(AttributeError, ValueError):  # a parameter kept in another form
             name = describe_spec(policy, name)
-    alike = sum(other.partition(" (")[0] == name for other in taken)
+        name = as_bound(policy, name)
+    alike = sum(other == name or other.startswith(f"{name} (") for other in taken)
     return f"{name} ({alike + 1})" if alike else name
 
 

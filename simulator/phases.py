@@ -137,7 +137,9 @@ def phase_rows(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return a row for each phase that occurs and each of `runs`, plain decoding first.
 
-    A round counts, with all its tokens and seconds, in the phase in which it begins.  Columns are
+    A round counts, with all its tokens and seconds, in the phase in which it begins: a run none of
+    whose rounds begins in a phase has no row of it, nor has a phase in which no step of plain
+    decoding begins, as before the first token that decoding emits.  Columns are
     those of `simulator.summary.summarize`, with ``phase`` and ``share``, the phase's part of the
     output tokens.  ``runs`` follow the outputs of `trace` (no lossy rules); ``found`` is of
     `phases_of`.
@@ -151,8 +153,9 @@ def phase_rows(
             rounds = run.log.rounds
             at = starts[rounds["request"]] + rounds["position"]
             parts.append(_within(run, found[at] == number))
-        if share and all(len(part.log) for part in parts):
-            summary = to_rows(summarize_runs(parts, resamples=resamples))
+        if share and len(parts[0].log):
+            begun = [part for part in parts if len(part.log)]
+            summary = to_rows(summarize_runs(begun, resamples=resamples))
             rows += [{"phase": name, "share": share, **row} for row in summary]
     return rows
 

@@ -6,13 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy import stats
 
 from simulator.ratios import RatioSums, ratio_costs, sums_of
 from traces.errors import DraftsimError
 from traces.replay.rounds import RoundLog
-
-NORMAL_95 = 1.959964
-"""Standard errors that a 95% interval reaches to either side."""
 
 
 class BreakEven(NamedTuple):
@@ -66,5 +64,7 @@ def break_even_ratio(log: RoundLog | RatioSums, verify: float = 1.0) -> BreakEve
         + 2 * verify * ratio * s.verified_forwards
     )  # fmt: skip
     error = np.sqrt(max(squares, 0.0) * s.prompts / (s.prompts - 1)) / s.forwards
-    low, high = ratio - NORMAL_95 * error, ratio + NORMAL_95 * error
+    # A normal interval from 50 prompts on, as in `simulator.bootstrap`.
+    reach = stats.t.ppf(0.975, s.prompts - 1) if s.prompts < 50 else stats.norm.ppf(0.975)
+    low, high = ratio - reach * error, ratio + reach * error
     return BreakEven(max(0.0, ratio), max(0.0, float(low)), max(0.0, float(high)))

@@ -218,6 +218,12 @@ def test_robustness_is_relative_to_the_reference(trace: Trace) -> None:
     figure = plot_robustness(speedups)
     value = speedups["speedup"] / speedups["speedup"].mean()
     assert holds(figure, [1, 2, 4], value)
+    # A policy that hardly depends on the draft length has a small spread, not none.
+    steady = speedups.assign(policy="steady", speedup=[1.0, 1.003, 1.006])
+    labels = plot_robustness(pd.concat([speedups, steady])).axes[0].get_legend_handles_labels()[1]
+    spread = 0.003 / speedups["speedup"].mean()
+    assert labels[1].endswith(f"± {spread:.2g}")
+    assert not labels[1].endswith("± 0.00")
 
 
 def test_saved_picture_can_be_read(trace: Trace, logs: list[RoundLog], tmp_path: Path) -> None:

@@ -16,12 +16,15 @@ from policies import (
     PolicyError,
     Round,
     check_policy,
+    describe,
     parse_policy,
     parse_serving_policy,
     policy_names,
 )
 from policies.batch.base import Policy
+from policies.lengths.basic import Oracle
 from policies.lengths.specdec_pp import Disco, SpecDecPP
+from policies.registry import is_bound
 
 VARIANTS = [
     "fixed:gamma=0",
@@ -64,6 +67,28 @@ def test_policies_on_a_fitted_estimator_keep_the_contract(build: Any) -> None:
     policy = build(estimator=estimator)
     assert policy.reads == ("entropy",)
     check_policy(policy)
+
+
+class Foresees(DraftPolicy):
+    """Drafts what will be accepted, which a recording tells and real decoding does not."""
+
+    longest = 8
+
+    def __init__(self) -> None:
+        self.run = 0
+
+    def begin_round(self, load: Load) -> None:
+        self.run = load.run_length or 0
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return len(draft) < min(self.run, self.longest)
+
+
+class HalfOracle(Oracle):
+    """Knows the outcomes, and drafts half of what would be accepted."""
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return len(draft) < (self._length + 1) // 2
 
 
 class Sound(DraftPolicy):
@@ -241,6 +266,7 @@ class AllotsOne(Planned):
         (FailsOnShortDrafts(), "raised IndexError"),
         (TrustsTheDecoder(), "raised AssertionError"),
         (FailsInBatches(), "raised AssertionError"),
+        (Foresees(), "drafts by load.run_length, which only a recording knows"),
         (Planned(several=5), "plan returned 5, expected 0 to 4"),
         (Planned(several=2.5), "plan returned 2.5, expected an int"),
         (Planned(sent=-1), "allot returned -1, expected 0 to"),
@@ -253,6 +279,12 @@ def test_each_breach_is_named(broken: Policy, message: str) -> None:
     with pytest.raises(PolicyError, match=message) as caught:
         check_policy(broken)
     assert str(caught.value).startswith(type(broken).__name__)
+
+
+def test_a_bound_of_ones_own_is_a_subclass_of_the_oracle() -> None:
+    check_policy(HalfOracle())
+    assert describe(HalfOracle(gamma_max=4)) == "oracle (HalfOracle:gamma_max=4)"
+    assert is_bound(describe(HalfOracle()))
 
 
 @pytest.mark.invariant(11)

@@ -104,6 +104,7 @@ def test_batches_whose_passes_were_not_timed_are_named_and_left_out(run: Run) ->
     said = run("validate", "recorded", folder.name).ok()
     why = said.said
     assert "left out h200-llama-3.1-8b+1b-eager at batch 4: these latencies know" in why
+    assert "met, MISSED: median |error| up to 2%, worst up to 5%" in said.out
 
 
 def test_dictated_verdicts_are_called_synthetic_acceptance(run: Run) -> None:

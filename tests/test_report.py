@@ -83,6 +83,14 @@ def test_the_ranking_is_that_of_the_summary() -> None:
     assert "Fastest policy: <strong>oracle" not in page()
 
 
+def test_a_methods_draft_lengths_alone_are_named_as_such() -> None:
+    trace = recording()
+    given = [replay(trace, parse_policy("fixed:gamma=2")), replay(trace, Fixed(3), name="bild")]
+    found = data_of(build_report(trace, latency(), given, resamples=20, serve=False))
+    notes = {p["policy"]: p["note"] for p in found["policies"]}
+    assert "the draft lengths alone, verified exactly" in notes["bild"]
+
+
 def test_predictions_stand_beside_what_was_measured() -> None:
     checked = data()["validation"]
     assert [r["policy"] for r in checked["rows"]] == ["autoregressive", *POLICIES[:3]]

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from commands.simulate.table import headline, print_ranked
-from policies.lengths.basic import Fixed
+from policies.lengths.basic import Fixed, Oracle
 from policies.rules.registry import parse_rule
 from simulator.summary import (
     HARDLY_VERIFIES,
@@ -57,6 +57,41 @@ def test_gains_are_paired_and_over_what_is_asked() -> None:
     best = max(found[1:], key=lambda row: row["speedup"])
     assert best["policy"] in headline(found)
     assert f"{three_digits(best['speedup'])}x" in headline(found)
+
+
+def test_an_oracle_that_another_row_beats_is_called_no_bound(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trace = scored_trace()
+    runs = [replay(trace, Fixed(1), name="fixed:gamma=1"), replay(trace, Oracle(gamma_max=8))]
+    for draft_s, said in ((0.1, "a bound, not a policy"), (1.5, "here it is no bound")):
+        latency = LatencyTable.constant(1.0, draft_s)
+        priced = price_all(runs, latency)
+        rows = to_rows(summarize(runs, latency, resamples=50))
+        print_ranked(compared(rows, priced, latency, None, 50))
+        assert said in capsys.readouterr().out
+    # Another drafter may be faster than the best that this one can be.
+    rows = compared(rows, priced, latency, None, 50)
+    other = {**rows[1], "policy": "pld", "source": "pld", "speedup": 9.0}
+    print_ranked([rows[2], other])
+    assert "a bound for that alone" in capsys.readouterr().out
+
+
+def test_plain_decoding_is_one_row_and_has_no_rule(run: Run) -> None:
+    rows = run("simulate", "--trace", "bundled", "--policy", "autoregressive", "--json", "-").rows
+    assert [row["policy"] for row in rows].count("autoregressive") == 1
+    # Nor is a draft length of 0 "the best" where no draft gives a speedup.
+    slow = ("simulate", "--trace", "bundled", "--latency", "const:target=1,draft=2")
+    said = " ".join(run(*slow, "--policy", "fixed:gamma=0").ok().out.split())
+    assert "no policy is faster than no speculation: the best, fixed:gamma=1, is at" in said
+    printed = run("simulate", "rounds", "bundled").ok().out
+    plain = [line for line in printed.splitlines() if line.startswith("autoregressive")]
+    assert len(plain) == 2  # two sets of prompts
+    assert all(line.split()[1] == "-" for line in plain)
+    # Nothing of these is recommended, and the recording is named all the same.
+    assert "bundled, 28 prompts (set 2 of 2): no lossless policy is shown" in " ".join(
+        printed.split()
+    )
 
 
 def test_rules_that_hardly_verify_and_runs_that_coincide_are_named() -> None:
@@ -257,7 +292,9 @@ def test_lossy_rules_alone_are_one_table(capsys: pytest.CaptureFixture[str]) -> 
     rows, priced = to_rows(summarize([log], LATENCY)), price_all([log], LATENCY)
     print_ranked(compared(rows, priced, LATENCY, None, 50))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[:2] == ["", "lossy (the output changes)"]
+    none = "no lossless policy is shown, so none is recommended."
+    assert lines[:3] == [none, "", "lossy (the output changes)"]
+    assert not [line for line in lines if line.startswith("lossless")]
 
 
 def test_a_rule_that_accepts_nothing_is_named_where_nothing_says_so() -> None:

@@ -70,11 +70,21 @@ def test_a_recording_of_sampled_outputs_alone_is_one(bundled: Path) -> None:
     shutil.copy(bundled / "hot" / "sampled.parquet", bundled / "code-pair")
     assert find_trace("code-pair", bundled).sampling.greedy
     [found] = [r for r in recordings(bundled) if r.name == "hot"]
-    assert found.summary == "synthetic: 3 requests, 21 tokens, sampled at T=0.3"
+    assert found.summary == "synthetic: acceptance alone, 3 requests, 21 tokens, sampled at T=0.3"
     with pytest.raises(FileError, match=r"hot has no latency.parquet: .* \(chat-pair, code-pair\)"):
         find_latency("hot", bundled)
     with pytest.raises(FileError, match=r"acceptance alone: .* same pair add --latency bundled$"):
         find_latency("bundled-t0.3")
+
+
+def test_what_a_recording_lacks_is_listed() -> None:
+    """`find_latency` refuses the first, and the second's drafts would cost nothing."""
+    listed = {r.name: r.summary for r in recordings()}
+    assert ": acceptance alone, 182 requests" in listed["qwen-coder-cpu"]
+    assert ": no drafter was timed, 182 requests" in listed["qwen-coder-vllm-lookups-cpu"]
+    for name in ("qwen-coder-vllm-cpu", "smollm2-cpu", "smollm2-vllm-eagle3-cpu"):
+        assert "alone" not in listed[name]
+        assert "no drafter" not in listed[name]
 
 
 def test_names_folders_and_files(bundled: Path) -> None:

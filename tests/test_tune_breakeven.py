@@ -205,3 +205,15 @@ def test_a_plan_of_no_runs_is_a_table_of_no_rows(run: Run, monkeypatch: pytest.M
     assert ran.rows == []
     assert "nothing to measure" in ran.err
     assert "then run" not in ran.err
+
+
+def test_lower_bounds_are_not_said_to_be_slower(run: Run) -> None:
+    """A lookup that seldom proposes is priced as if it always did, so it may well be faster."""
+    given = ("--trace", "smollm2-cpu", "--source", "ngram")
+    one = run("simulate", *given, "--policy", "fixed:gamma=5", "--json", "-").rows
+    assert one[1]["speedup"] > 1
+    ran = run("breakeven", *given, "--context", "256", "--k", "5").ok()
+    said = " ".join((ran.out + ran.err).split())
+    assert "is sure to be faster nowhere (speedups here are lower bounds)" in said
+    assert "no table with K above 0 is sure to be faster" in said
+    assert " low " not in ran.out  # as exact as the recording: intervals have no width

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from policies import Autoregressive, DraftPolicy, Fixed, HFHeuristic, Oracle
+from simulator.bootstrap import expanded
 from simulator.executors import Local
 from simulator.whatif.breakeven import THRESHOLDS, some_points, thresholds
 from simulator.whatif.cells import Prices
@@ -65,7 +66,8 @@ def test_the_interval_is_the_bootstrap_of_the_break_even() -> None:
     assert weights is not None
     saved = weights @ (log.per_request(log.rounds["emitted"]) - log.per_request(np.ones(len(log))))
     drawn = saved / (weights @ log.per_request(log.rounds["draft_forwards"]))
-    low, high = np.percentile(drawn, [2.5, 97.5])
+    level = expanded(0.95, len(log.requests))
+    low, high = np.percentile(drawn, [50 * (1 - level), 50 * (1 + level)])
     assert row["break_even_lo"] == pytest.approx(low, abs=2e-3)
     assert row["break_even_hi"] == pytest.approx(high, abs=2e-3)
 

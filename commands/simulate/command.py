@@ -394,16 +394,20 @@ def _emit(
     if by_phase:
         more["phases"] = list(by_phase)
 
+    drafting = [row for row in by_phase or () if row["policy"] != PLAIN]
+    phased = [Shown(drafting, "by phase of the answer", BY_PHASE)] if drafting else []
+
     def printed() -> None:
         print_ranked(rows, by_name, of, gains)
-        if by_phase:
-            drafting = [row for row in by_phase if row["policy"] != PLAIN]
-            print_table(drafting, BY_PHASE, "by phase of the answer")
+        for one in phased:
+            print_table(one.rows, one.show, one.title)
 
     emit(
-        "simulate", rows, ranked.json, more=more, out=ranked.out,
-        printed=printed, tables=lambda: ranked_tables(rows, by_name, gains, of),
+        "simulate", rows, ranked.json, more=more, out=ranked.out, printed=printed,
+        tables=lambda: [*ranked_tables(rows, by_name, gains, of), *phased],
     )  # fmt: skip
+    if phased and ranked.out is not None and ranked.out.suffix in (".csv", ".parquet"):
+        note(f"{ranked.out} holds no rows by phase: .tex, .json and --json have them")
     for line in said_outside(over_all(rows)):
         note(f"{line}; {MEASURE_MORE}")
     for line in said_free({what for row in rows for what in row["unpriced"]} - {"judging"}):

@@ -51,7 +51,8 @@ def headline(rows: Sequence[Row], recording: str = "") -> str:
         )
     index = winner(rows)
     if index is None:
-        return ""
+        changed = any(not lossless(row["verify"]) for row in rows)
+        return f"{begin}no lossless policy is shown, so none is recommended." if changed else ""
     best = rows[index]
     lo, hi = best["speedup_lo"], best["speedup_hi"]
     span = (
@@ -174,6 +175,10 @@ BY_PHASE = ("phase", "share", "policy", "block_efficiency", "acceptance_rate", *
 def _shown(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Shown:
     """Return the table of these columns, without those that no row has."""
     cells = [_cells(row) for row in rows]
+    if len({row["verify"] for row in rows if row["policy"] != PLAIN}) > 1:
+        # Decoding without drafts has no rule; where all others share one, it is said once.
+        for row, cell in zip(rows, cells, strict=True):
+            cell["rule"] = "-" if row["policy"] == PLAIN else cell["rule"]
     names = [name for name in columns if any(row.get(name, "-") != "-" for row in cells)]
     return Shown(cells, title, names, _footnotes(rows, names))
 
@@ -215,8 +220,8 @@ def _footnotes(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
             found.append(f"* {name}: {row['note']}")
     if any(r["fidelity"] == "approximate" and lossless(r["verify"]) for r in rows):
         found.append("~ approximate")
-    if any(is_bound(r["policy"]) for r in rows):
-        found.append("oracle knows every outcome: a bound, not a policy")
+    if bounds := [r for r in rows if is_bound(r["policy"])]:
+        found.append(_oracle_note(bounds, rows))
     told = {
         name: " ".join(name.split()).replace(" /", "/") for name in columns if name in LOSSY[5:]
     }
@@ -231,6 +236,21 @@ def _footnotes(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
         count, own, greedy = (row[name] for name in ("scored", "solved", "solved_greedy"))
         found.append(f"{_row_name(row)}: solved {own} of {count} (greedy {greedy} of {count})")
     return found
+
+
+def _oracle_note(bounds: Sequence[Row], rows: Sequence[Row]) -> str:
+    """Return what the oracle is: a bound only if no row with its drafts, or none, is faster."""
+    best = max(row["speedup"] or 0.0 for row in bounds)
+    faster = {
+        row["source"] for row in rows
+        if row not in bounds and lossless(row["verify"]) and (row["speedup"] or 0.0) > best
+    }  # fmt: skip
+    own = {row["source"] for row in bounds}
+    if faster & {"none", *own}:
+        return "oracle knows every outcome, but not what drafts cost: here it is no bound"
+    if faster:
+        return "oracle knows every outcome of its own drafter: a bound for that alone, not a policy"
+    return "oracle knows every outcome: a bound, not a policy"
 
 
 def _row_name(row: Row) -> str:
@@ -268,7 +288,7 @@ def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[st
     for category in dict.fromkeys(row["category"] for row in rows):
         own = {(r["policy"], r["source"]): r for r in rows if r["category"] == category}
         by_kind = {row["policy"].partition(":")[0]: row for row in own.values()}
-        real = [r for r in own.values() if r["policy"].partition(":")[0] not in (ORACLE, PLAIN)]
+        real = [r for r in own.values() if r["policy"] != PLAIN and not is_bound(r["policy"])]
         best = max(real, key=lambda r: r["speedup"] or 0.0, default=None)
         line = {"category": category}
         if fixed is not None:

@@ -64,7 +64,7 @@ def recorded_check(
         for row in rows.to_dict("records")
     ]
     said = [bounds_row(name, one) for name, one in kept.items()]
-    remarks = remarks_on(parts)
+    remarks = [bounds_said(), *remarks_on(parts)]
 
     bounds = [
         {
@@ -119,6 +119,16 @@ def recorded_rows(folder: Path) -> pd.DataFrame:
     rows["drift"] = [drift.get(batch, float("nan")) for batch in rows["batch"]]
     rows.attrs["meta"] = meta
     return rows
+
+
+def bounds_said() -> str:
+    """Return the bounds that `met` and `MISSED` are about, in words."""
+    from simulator.validation import MEDIAN_BOUND, WORST_BOUND
+
+    return (
+        f"met, MISSED: median |error| up to {MEDIAN_BOUND:.0%}, worst up to {WORST_BOUND:.0%}, "
+        "no pair misranked, no wrong side of 1x"
+    )
 
 
 def remarks_on(parts: Sequence[pd.DataFrame]) -> list[str]:

@@ -239,7 +239,8 @@ class Lenience(TokenRule):
         often are.
     mode:
         ``greedy``: accept ``p(d) >= l * p(best)`` (this form is ours; the paper states
-        the sampled one).  ``sample``: accept with probability ``min(1, p(d) / (l q(d)))``,
+        the sampled one), in a sampled run next to what the coin accepts, so that 1 is not
+        lossless there.  ``sample``: accept with probability ``min(1, p(d) / (l q(d)))``,
         which needs a run sampled at temperature 1 from all tokens: the target's scores are
         those.
     seed:

@@ -134,7 +134,8 @@ def break_even_interval(log: RoundLog, verify: float, gamma: int) -> tuple[float
     own, emitted = log.rounds["request"], log.rounds["emitted"]
     drawn = resamples(prompts, 2000, 0)
     tokens = drawn @ np.bincount(own, emitted, prompts)
-    low, high = interval(ratio(tokens, drawn @ np.bincount(own, minlength=prompts)))
+    rounds = drawn @ np.bincount(own, minlength=prompts)
+    low, high = interval(ratio(tokens, rounds), prompts=prompts)
     return general.break_even_c(low, gamma, verify), general.break_even_c(high, gamma, verify)
 
 

@@ -254,9 +254,8 @@ def plot_survival(trace: Trace, gamma: int = 16) -> Figure:
     )
     positions = np.maximum(np.diff(trace.request_starts)[:, None] - k + 1, 0)
     drawn = resamples(len(accepted), 500, 0)
-    low, high = np.array(
-        [interval(share) for share in ratio(drawn @ accepted, drawn @ positions).T]
-    ).T
+    shares = ratio(drawn @ accepted, drawn @ positions).T
+    low, high = np.array([interval(share, prompts=len(accepted)) for share in shares]).T
     alpha = acceptance(trace)
     figure, axes = look.canvas(5.6, 3.6)
     axes.fill_between(k, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
@@ -286,7 +285,7 @@ def plot_robustness(speedups: pd.DataFrame, places: PolicyPlaces | None = None) 
     at = (places or PolicyPlaces()).of(speedups["policy"].astype(str))
     for name, part in speedups.groupby("policy", sort=False):
         value = part["speedup"].to_numpy(float) / mean
-        label = f"{name}  {value.mean():.2f} ± {value.std(ddof=1):.2f}"
+        label = f"{name}  {value.mean():.2f} ± {value.std(ddof=1):.2g}"
         line_of = look.series(at.get(str(name), 0), 1, str(name))
         axes.plot(part["gamma"], value, label=label, **line_of)
     axes.axhline(1, color=INK, linewidth=0.8)

@@ -27,7 +27,7 @@ from policies.arrays import Floats
 from policies.lengths.basic import Fixed
 from policies.registry import PLAIN, is_bound
 from simulator import summary
-from simulator.bootstrap import gain, resamples
+from simulator.bootstrap import gain, resamples, standard_errors
 from simulator.hardware.scaling import bounds_of, bounds_words, scaling_words
 from simulator.palette import COLOURS
 from simulator.pricing import always_drafted, autoregressive, price
@@ -44,6 +44,7 @@ from simulator.whatif.ranking import (
     FITTED,
     Ranking,
     is_fixed,
+    lossless,
     winner,
     with_best_fixed,
 )
@@ -57,6 +58,7 @@ from traces.latency.table import LatencyTable
 from traces.replay.calls import passes_always
 from traces.replay.rounds import RoundLog
 from traces.replay.vectorised import replay_many
+from traces.sources.methods import said_of
 from traces.store.engine_runs import MeasuredRuns
 
 Sums = list[float]
@@ -357,13 +359,14 @@ def ranked(
         again = names.count(row["policy"]) > 1
         row["name"] = f"{row['policy']} ({row['source']})" if again else row["policy"]
         row["at_own"] = notes.get(row["policy"]) if row["source"] == own else None
-        row["always"] = same or None
+        what = said_of(row["policy"], lossless(row["verify"]))
+        row["always"] = "; ".join(filter(None, (what, same))) or None
         row["note"] = "; ".join(filter(None, (row["at_own"], row["always"]))) or None
         row["fitted"] = says(row, FITTED)
         row["own"] = row["source"] == own
         row["oracle"] = is_bound(row["policy"])
         row["below"] = float(np.mean(slowed[np.isfinite(slowed)] < 1))
-        row["outside"] = run.passes.outside
+        row["outside"] = run.outside  # the page's speedups leave prefill out
         row["unpriced"] = run.unpriced(latency)
         row["sums"] = sums(run.log)
     return sorted(rows, key=lambda row: -(row["speedup"] or 0.0))
@@ -450,6 +453,7 @@ def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any
         "mode": str(latency.meta.get("mode") or "-"),
         "versions": ", ".join(f"{k} {w}" for k, w in dict(meta.get("versions") or {}).items()),
         "prompts": len(trace.requests),
+        "reach": standard_errors(len(trace.requests)),
         "tokens": trace.tokens,
         "sampling": trace.sampling.label,
         "alpha": acceptance(trace),

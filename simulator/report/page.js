@@ -26,7 +26,7 @@
     const ratio = left / forwards;
     const squares = gg + v * v * vv + ratio * ratio * ff - 2 * v * gv - 2 * ratio * gf + 2 * v * ratio * vf;
     const error = n < 2 ? NaN : Math.sqrt((Math.max(squares, 0) * n) / (n - 1)) / forwards;
-    const low = ratio - 1.959964 * error, high = ratio + 1.959964 * error;
+    const low = ratio - data.about.reach * error, high = ratio + data.about.reach * error;
     return { ratio: Math.max(0, ratio), low: Math.max(0, low), high: Math.max(0, high) };
   }
   const evenText = (even) => (!Number.isFinite(even.ratio) ? "–" : even.ratio > 0 ? digits(even.ratio) : "never");

@@ -249,7 +249,7 @@ class InBatches:
         value = ratios[0]
         low = high = np.full_like(value, np.nan)
         if self._prompts > 1:
-            low, high = intervals(ratios[1:])
+            low, high = intervals(ratios[1:], prompts=self._prompts)
         slower = prompt > plain_prompt * (1 + 1e-12)
         drawn = self._own.drawn & self.plain.drawn
         return Speedups(

@@ -283,7 +283,8 @@ class _Singles:
         total = ours.sum(axis=1)
         low = high = np.full(len(ours), np.nan)
         if (weights := self._weights) is not None:
-            low, high = intervals((weights @ plain)[:, None] / (weights @ ours.T))
+            drawn = (weights @ plain)[:, None] / (weights @ ours.T)
+            low, high = intervals(drawn, prompts=len(plain))
         counted = plain > 0
         slower = ours[:, counted] > plain[counted] * (1 + 1e-12)
         return Speedups(

@@ -60,6 +60,7 @@ def winner(rows: Sequence[Mapping[str, Any]]) -> int | None:
     able = [
         i for i, row in enumerate(rows)
         if row["verify"] in LOSSLESS and not is_bound(row["policy"]) and row["policy"] != PLAIN
+        and row.get("source") != "none"  # a draft length of 0 is no speculation, too
         and row["speedup"] is not None and row["fidelity"] != LOWER_BOUND
     ]  # fmt: skip
     return max(able, key=lambda i: rows[i]["speedup"]) if able else None
@@ -308,6 +309,8 @@ def ranked_rows(
     the other options and errors those of `compared`.
     """
     logs = ranking.logs if logs is None else logs
+    # No speculation is the first row already.
+    logs = [log for log in logs if log.policy != PLAIN] or logs
     for log in logs:
         check_layers(log, trace, latency)
     runs = summary.price_all(logs, latency, progress=progress)

@@ -298,6 +298,11 @@ def _summary(folder: Path) -> str:
         pair = pair_label(models_of(folder, trace), measured, engine_head(measured) or "")
         drawn = "" if trace.sampling.greedy else f", sampled at {trace.sampling.label}"
         size = f"{counted(len(trace.requests), 'request')}, {counted(trace.tokens, 'token')}{drawn}"
+        engine = measured.get("engine")
+        if not table.is_file():
+            size = f"acceptance alone, {size}"
+        elif isinstance(engine, dict) and not engine.get("own_drafter"):
+            size = f"no drafter was timed, {size}"
         if not pair and "pair" in measured:
             pair, size = str(measured["pair"]), f"dictated verdicts, {size}"
         pair = pair or str(trace.meta.get("kind", "?"))
