@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from commands.common.output import say_undrawn
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.lengths.gammatune import GammaTune
 from policies.rules.base import TokenRule
 from policies.rules.registry import RULES as BUILT_IN
 from policies.rules.registry import parse_rule
 from profiler.latency.host import DRAWN, DRAWS, RULES, TOSSES, measure_choosing
+from profiler.machine import Stopwatch, Timing
 from profiler.models.runner import Runner
+from simulator.papers.ours import Ours
 from simulator.pricing import (
     autoregressive,
     extras_of,
@@ -33,10 +37,13 @@ from simulator.serving.study import InOrder
 from tests.conftest import Run
 from tests.test_pricing import CELLS, HOST, random_log, table
 from traces.acceptance.sampling import GREEDY, Sampling
+from traces.errors import FileError
 from traces.latency.table import CELL_COLUMNS, PHASES, LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.store.files import read_latency, read_rounds, write_latency, write_rounds
+from traces.store.outputs import Output, RealRun, read_run, write_run
+from traces.store.parquet import read_file, write_file
 from traces.store.recordings import find_latency, find_trace, folder_of
 
 JUDGING = {
@@ -252,12 +259,69 @@ def test_a_log_on_disk_keeps_how_it_was_sampled(tmp_path: Path) -> None:
         assert read_rounds(tmp_path / "rounds.parquet").sampling == log.sampling
 
 
+def test_a_header_without_a_table_of_sampling_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.parquet"
+    write_rounds(sampled(random_log(1)), path)
+    header, rows = read_file(path, "rounds")
+    for wrong, message in (
+        ("hot", "header field 'sampling' is 'hot', expected a table"),
+        ({"temperature": "hot"}, "temperature='hot', expected a number"),
+    ):
+        write_file(path, "rounds", rows, {**header, "sampling": wrong})
+        with pytest.raises(FileError, match=message):
+            read_rounds(path)
+
+
+def test_rounds_of_before_were_sampled_as_their_outputs_say(tmp_path: Path) -> None:
+    log = judged(1, "csd")
+    outputs = [Output(r.id, [1] * r.tokens, "", "", -1.0) for r in log.requests]
+    for drawn in (Sampling(0.7, 0.9), GREEDY):
+        path = write_run(RealRun(log, outputs, {"sampling": drawn.meta}), tmp_path)
+        header, rows = read_file(path, "rounds")
+        write_file(path, "rounds", rows, {k: v for k, v in header.items() if k != "sampling"})
+        assert read_rounds(path).sampling == GREEDY
+        assert read_run(path).log.sampling == drawn
+
+
+def test_plain_decoding_of_sampled_outputs_is_not_that_of_greedy_ones() -> None:
+    latency = table(CELLS | HOST | DRAWING)
+    ours = Ours(find_trace("bundled"), latency)
+    for log in (random_log(5), sampled(random_log(5)), sampled(random_log(5), 0.9)):
+        assert ours.plain(log).total_s == price(autoregressive(log), latency).total_s
+
+
+def test_a_check_says_that_latencies_hold_no_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    bare, known = table(CELLS | HOST), table(CELLS | HOST | DRAWING)
+    assumed = LatencyTable.constant(0.01, 0.001)
+    for latency, sampling in ((bare, GREEDY), (known, Sampling(1.0)), (assumed, Sampling(1.0))):
+        say_undrawn(latency, sampling)
+        assert capsys.readouterr() == ("", "")
+    say_undrawn(bare, Sampling(1.0, 0.9))
+    assert "hold no time for drawing and rejecting sampled tokens" in capsys.readouterr().err
+
+
+def test_a_draw_is_timed_right_behind_the_pass_that_it_draws_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, calls = Stopwatch.each, []
+
+    def each(self: Stopwatch, runs: Sequence[Callable[[], object]]) -> list[Timing]:
+        calls.append(len(runs))
+        return [Timing(0.5), *own(self, runs)[1:]]
+
+    monkeypatch.setattr(Stopwatch, "each", each)
+    seen = measure_choosing(runner(2), runner(1), drafted=(0, 1), repeats=2)
+    assert set(calls) == {2}
+    assert len(calls) >= 2 * len(DRAWN) * (len(DRAWS) + 1)
+    assert (seen["median_s"] < 0.5).all()  # the pass itself is no part of a draw
+
+
 def test_measuring_gives_a_cell_per_family_and_length(tmp_path: Path) -> None:
     seen = measure_choosing(runner(2), runner(1), drafted=(0, 1, 3, 9, 40), repeats=3)
     assert list(seen.columns) == list(CELL_COLUMNS)
     # 40 drafted tokens do not fit 64 slots with the room a round needs.
     assert seen.groupby("phase")["new_tokens"].apply(tuple).to_dict() == {
-        **dict.fromkeys(RULES, (0, 1, 3, 9)), **dict.fromkeys(TOSSES, (0, 3)),
+        **dict.fromkeys(RULES, (0, 1, 3, 9)), **dict.fromkeys(TOSSES, (0, 3, 9)),
         **dict.fromkeys(DRAWS, (1,) * len(DRAWN)),
     }  # fmt: skip
     assert (seen["median_s"] >= 0).all()

@@ -28,6 +28,7 @@ from commands.common.written import (
 from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
+    from traces.acceptance.sampling import Sampling
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
 
@@ -266,6 +267,17 @@ def say_unjudged(latency: LatencyTable) -> None:
     if not latency.is_constant and not latency.has("target", "judge"):
         note(
             "the latencies hold no time for judging drafts under a lossy rule, so predictions "
+            "leave it out; measure it with `draftsim profile latency`"
+        )
+
+
+def say_undrawn(latency: LatencyTable, sampling: Sampling) -> None:
+    """Note where the table has no time for the draws of outputs that were sampled so."""
+    from simulator.pricing import extras_of, missing_parts
+
+    if "sampling" in missing_parts(latency, extras_of(sampling=sampling)):
+        note(
+            "the latencies hold no time for drawing and rejecting sampled tokens, so predictions "
             "leave it out; measure it with `draftsim profile latency`"
         )
 

@@ -344,9 +344,8 @@ def recorded_rounds(
     Where they lie in no run folder, `trace` names the trace.  Raises DraftsimError if it names
     another than the folder's.
     """
-    from traces.store.files import read_rounds
     from traces.store.identity import check_folder
-    from traces.store.outputs import find_runs
+    from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import SAMPLED, folder_of, given_name
 
     files = find_runs(path)
@@ -368,7 +367,7 @@ def recorded_rounds(
     elif own is not None and latency is None:
         latency = str(own)
     recording = load_recording(trace, latency)
-    logs = [read_rounds(file) for file in files]
+    logs = [read_run(file).log for file in files]
     if recording.source is not None and any(log.drafter == "draft" for log in logs):
         raise DraftsimError(
             f"the latencies are those of {recording.trace.source}, and the rounds in {path} were "

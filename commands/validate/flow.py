@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from commands.common import options
-from commands.common.output import JsonOption, OutOption, note, remark
+from commands.common.output import JsonOption, OutOption, note, remark, say_undrawn
 from commands.common.progress import progress_bar, working
 from commands.common.quiet import AGAIN, say_machine, with_machine
 from policies.registry import PLAIN
@@ -230,6 +230,8 @@ class RealRuns:
                 rows = with_machine(rows, self.latency, measured.machine)
                 rows = self.compared(rows, measured, progress)
             say_machine(self.latency, measured.machine, None if remeasure else self.remedy)
+            if not remeasure:
+                say_undrawn(self.latency, self.trace.sampling)
             meta = {**self.pair.meta, "machine": dict(measured.machine)}
             write_measured(MeasuredRuns(times, meta), run / self.file)
         return rows

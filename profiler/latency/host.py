@@ -294,7 +294,7 @@ def measure_choosing(
     repeats: Timed repeats; within one the cells and families come in a fresh random order.
 
     Returns rows as in `traces.latency.table.CELL_COLUMNS`: of the target, phases as in `RULES` and
-    (at every second of the sizes) `TOSSES`, and of the draft as in `DRAWS`.
+    (at every second of the sizes and the largest) `TOSSES`, and of the draft as in `DRAWS`.
     """
     room = min(target.cache.slots, target.max_positions, draft.cache.slots, draft.max_positions)
     counts = [n for n in drafted if n <= longest and 2 * n + 8 <= room]
@@ -303,6 +303,7 @@ def measure_choosing(
         ways[phase] = own, _ = rule.fresh(), GREEDY
         own.begin_run(target.vocab_size, 0.0)
     drawn = {phase: (None, sampling) for phase, sampling in TOSSES.items()}
+    tossed = {*counts[::2], *counts[-1:]}
     watch, again, rng = Stopwatch(target.device), Repeats(), np.random.default_rng(0)
     given = _Fixed(target, 1), _Fixed(draft, 1)
     smaller = min(target, draft, key=lambda runner: runner.vocab_size)
@@ -315,16 +316,23 @@ def measure_choosing(
         return watch.measure(_round(given, models, prompts, ids[:count], rule, sampling))
 
     def choose(batch: int, sampling: Sampling) -> tuple[Timing, object]:
-        logits = draft.forward(torch.cat([prompts[1], ids[:1]]), 0, keep=1).repeat(batch, 1)
-        return watch.measure(lambda: pick(logits, sampling, None))
+        made: list[Tensor] = []
+
+        def propose() -> None:
+            logits = draft.forward(torch.cat([prompts[1], ids[:1]]), 0, keep=1)
+            made.append(logits.repeat(batch, 1))
+
+        # As in decoding, the host of a GPU prepares the draw while the pass still runs.
+        _, taken = watch.each([propose, lambda: pick(made[0], sampling, None)])
+        return taken, None
 
     # The cells of a group are compared: they are timed in a row.
     groups: list[dict[CellKey, Callable[[], tuple[Timing, object]]]] = [
         {
             ("target", phase, 1, count, 0): partial(judge, count, *how)
-            for phase, how in (ways | (drawn if i % 2 == 0 else {})).items()
+            for phase, how in (ways | (drawn if count in tossed else {})).items()
         }
-        for i, count in enumerate(counts)
+        for count in counts
     ]
     draws = {GREEDILY: GREEDY, **DRAWS}
     groups += [

@@ -88,8 +88,11 @@ class Ours:
     _plain: dict[tuple[Any, ...], Priced] = field(default_factory=dict, init=False)
 
     def plain(self, log: RoundLog) -> Priced:
-        """Return plain decoding of the requests of `log`, priced once for each set of them."""
-        key = log.first, *((r.id, r.prompt_length, r.tokens) for r in log.requests)
+        """Return plain decoding of the requests of `log`, priced once for each set of them.
+
+        Outputs that were sampled cost draws, which greedy ones of the same lengths do not.
+        """
+        key = log.first, log.sampling, *((r.id, r.prompt_length, r.tokens) for r in log.requests)
         if key not in self._plain:
             self._plain[key] = price(autoregressive(log), self.latency)
         return self._plain[key]

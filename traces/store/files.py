@@ -179,8 +179,10 @@ def read_rounds(path: PathLike) -> RoundLog:
     told = {name: header[name] for name in _LOG_FIELDS} | {"reads": tuple(header["reads"])}
     mismatched, calls = columns.get("mismatched"), _calls(path, table)
     older = {"temperature": float(told["verify"] == "rejection-sampling")}
+    drawn = header.get("sampling", older)
+    check(path, "sampling", drawn, isinstance(drawn, dict), "a table")
     with named(path):
-        sampling = Sampling.of(header.get("sampling", older))
+        sampling = Sampling.of(drawn)
     return RoundLog(
         rounds, requests, mismatched=mismatched, recorded_calls=calls, sampling=sampling, **told
     )

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +31,15 @@ from traces.errors import DraftsimError, FileError
 from traces.replay.quality import output_log_likelihood, relative_bleu, token_agreement
 from traces.replay.rounds import RoundLog
 from traces.store.files import read_rounds, write_rounds
-from traces.store.header import FieldCheck, PathLike, are_wholes, from_row, is_number, meta_of
+from traces.store.header import (
+    FieldCheck,
+    PathLike,
+    are_wholes,
+    from_row,
+    is_number,
+    meta_of,
+    named,
+)
 from traces.store.text import read_object
 from traces.store.writing import write_atomically
 
@@ -275,6 +283,9 @@ def read_run(path: PathLike) -> RealRun:
     lengths = [(r.id, r.tokens) for r in log.requests]
     if [(o.id, len(o.tokens)) for o in outputs] != lengths:
         raise FileError(f"{place}: its outputs are not those of {path.name}: record the run again")
+    # Rounds written before do not say themselves how they were sampled.
+    with named(place, REMEDY):
+        log = replace(log, sampling=Sampling.of(meta.get("sampling")))
     return RealRun(log, outputs, meta)
 
 
