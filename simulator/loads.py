@@ -39,7 +39,7 @@ def _overfull(recording: Recording, scenario: Scenario) -> str:
     most, then = scenario.largest_batch, "--kv-blocks auto bounds the cache"
     if arrivals.concurrency is None:
         most = min(most, scenario.count or most)
-        then = f"{then}, if so many run at a time"
+        then = f"{then}, if all of them run at a time"
     return overfull(recording.latency.meta, most, prompt + output / 2, then)
 
 

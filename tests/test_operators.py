@@ -219,7 +219,7 @@ def test_caches_of_requests_that_never_run_together_raise_no_alarm(run: Run) -> 
     assert "fit next to the weights on" not in few
     many = run(*plain, "rtx-4090/llama-3.1-8b", "--rate", 0.5, "--requests", 40).ok().said
     assert "40 requests of 2,010 tokens each take 5,040 blocks of cache" in many
-    assert "bounds the cache, if so many run at a time" in many
+    assert "bounds the cache, if all of them run at a time" in many
     full = run(*plain, "rtx-4090/llama-3.1-8b+llama-3.2-3b", "--batch", 2, "--requests", 4).ok()
     assert "share the target between more GPUs" in full.said
     assert "bounds the cache" not in full.said
