@@ -78,11 +78,11 @@ def gain(own: Floats, base: Floats, weights: Floats, confidence: float = CONFIDE
     """Return the ratio of tokens per second over all prompts, with its interval; both (2, prompts).
 
     Every resample has the same prompts for both (`weights`, of `resamples`), so what makes a prompt
-    fast for both cancels.  The interval is NaN with one prompt; prompts without tokens, such as
-    those without a phase of the answer, are none.
+    fast for both cancels.  The interval is NaN with one prompt; prompts without tokens and seconds,
+    such as those without a phase of the answer, are none.
     """
     value = float(rate_ratio(own.sum(axis=1), base.sum(axis=1)))
-    prompts = int(((own[0] > 0) | (base[0] > 0)).sum())
+    prompts = int(((own > 0) | (base > 0)).any(axis=0).sum())
     if prompts < 2:
         return Interval(value, math.nan, math.nan)
     ends = interval(rate_ratio(own @ weights.T, base @ weights.T), confidence, prompts)

@@ -25,7 +25,8 @@ from traces.replay.calls import drafting_always
 def _overfull(recording: Recording, scenario: Scenario) -> str:
     """Return in words that a full batch's caches do not fit; empty where their blocks are bounded.
 
-    In the mean a running request holds its prompt and half of its output.
+    In the mean a running request holds its prompt and half of its output.  Requests that arrive by
+    the clock need not fill the batch.
     """
     if scenario.limits.kv_blocks is not None:
         return ""
@@ -35,7 +36,11 @@ def _overfull(recording: Recording, scenario: Scenario) -> str:
     else:
         prompt = arrivals.prompt or float(np.mean([r.prompt_length for r in requests]))
         output = arrivals.output or float(np.mean([r.tokens for r in requests]))
-    return overfull(recording.latency.meta, scenario.largest_batch, prompt + output / 2)
+    most, then = scenario.largest_batch, "--kv-blocks auto bounds the cache"
+    if arrivals.concurrency is None:
+        most = min(most, scenario.count or most)
+        then = f"{then}, if all of them run at a time"
+    return overfull(recording.latency.meta, most, prompt + output / 2, then)
 
 
 class Prepared(NamedTuple):
@@ -88,7 +93,7 @@ def prepared(
     recording.latency.check_sizes("target", "forward", largest, 1)  # before anything is served
     for text in dict.fromkeys(_overfull(recording, one) for one in scenarios):
         if text:
-            say(f"{text}: --kv-blocks auto bounds the cache")
+            say(text)
     latency = drafting_always(recording.in_graphs(graphs, largest).priced(largest), always_draft)
     chosen = load_serving_policies(
         policies, recording.trace, latency, scenarios[0].mode, settings, largest, say

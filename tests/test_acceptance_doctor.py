@@ -130,6 +130,18 @@ def test_steps_without_a_draft_are_no_wrong_head(tmp_path: Path, run: Run) -> No
     assert "40% of the steps had a draft" in said
 
 
+def test_steps_without_a_draft_do_not_excuse_a_wrong_head(tmp_path: Path, run: Run) -> None:
+    """8,000 of 10,000 steps had a draft, and its first token was accepted half as often."""
+    metrics = scrape(tmp_path / "metrics.txt", (0.4, 0.7, 0.6), 8_000)
+    accepted = 3_200 + 2_240 + 1_344
+    more = ("generation_tokens", 10_000 + accepted + 50), ("request_success", 50)
+    with metrics.open("a") as file:
+        file.writelines(f"vllm:{name}_total {count}.0\n" for name, count in more)
+    said = run("doctor", metrics, "--against", "0.8,0.56,0.336").ok().err
+    assert "80% of the steps had a draft" in said
+    assert said.startswith("wrong head or template: position 1 alone is worse")
+
+
 def test_only_a_length_is_compared_as_a_length(run: Run) -> None:
     ran = run("doctor", "3:1.4", "--against", "1:1.8,2:2.4,3:2.8").ok()
     assert ran.err.startswith("mixed: ")

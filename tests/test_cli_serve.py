@@ -22,16 +22,20 @@ import pytest
 import draftsim
 from commands.serve import guesses, headline, kept, shown, within_slo
 from policies.batch.base import BatchPolicy, SingleStream
-from simulator.bootstrap import Interval
+from policies.lengths.basic import Autoregressive, Fixed
+from simulator.bootstrap import Interval, widened
 from simulator.chosen import PLAIN, every_policy, fitted, load_policies, load_serving_policies
 from simulator.serving import ClosedLoop, Scenario, read_results
 from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.study import over_loads
+from simulator.tune import gains
+from simulator.tune.gains import Leader, interval_over_prompts
 from tests.conftest import Run, Serve
 from tests.forked import forked
 from tests.serving import CONSTANT, PAIR, arrival_file, table_of
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 from traces.store.recordings import find_latency, find_trace
@@ -243,6 +247,26 @@ def test_the_first_sentence_has_an_interval_over_prompts(serve: Serve) -> None:
             ratio = row["speedup"] if load[0] == "--batch" else 1 / row["latency_ratio"]
             assert value == pytest.approx(ratio, rel=5e-3)
             assert low < value < high
+
+
+def test_an_interval_over_few_prompts_is_as_wide_as_in_other_commands(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of 6 prompts had the width of that of 50."""
+    drawn = synthetic_trace(0.7, tokens=40, requests=6)
+    latency = LatencyTable.constant(target=1.0, draft=0.1)
+    load = Scenario(ClosedLoop(1), requests=12)
+    policies = {PLAIN: Autoregressive(), "fixed:gamma=2": Fixed(2)}
+    leader = Leader(1.0, 0, "fixed:gamma=2", 1.5, True)
+
+    def reach() -> float:
+        span = interval_over_prompts(leader, drawn, latency, policies, [load], None)
+        assert span is not None
+        return span.high - span.value
+
+    wide = reach()
+    monkeypatch.setattr(gains, "widened", lambda confidence, prompts: 1.0)
+    assert wide == pytest.approx(widened(0.95, 6) * reach())
 
 
 def test_the_sentence_says_where_nothing_is_faster_and_how_many_loads_there_are() -> None:

@@ -74,6 +74,20 @@ def test_prompts_of_one_measured_length_take_longer_together(tmp_path: Path) -> 
     assert found.seconds("target", "prefill", new_tokens=512).item() == pytest.approx(0.1)
 
 
+def test_a_round_of_many_requests_is_no_prompt(tmp_path: Path) -> None:
+    """64 requests that decode together have 64 tokens: the host's round of one took an eighth."""
+    path = tmp_path / "latencies.csv"
+    path.write_text(
+        "model,phase,batch,new_tokens,context,seconds\ntarget,forward,64,1,0,0.02\n"
+        "target,forward,1,1,0,0.01\ntarget,host_round,64,1,0,0.002\n"
+    )
+    found = import_log("latency", [path], Options())
+    assert isinstance(found, LatencyTable)
+    for batch in (1, 64, 128):
+        seconds = found.seconds("target", "host_round", batch=batch).item()
+        assert seconds == pytest.approx(0.002)
+
+
 def test_output_of_llama_bench_is_read_from_a_pipe() -> None:
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as file:

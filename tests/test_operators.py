@@ -212,6 +212,19 @@ def test_a_batch_whose_caches_do_not_fit_is_said(run: Run) -> None:
     assert "256 requests of 384 tokens each take 6,144 blocks of cache" in tuned.said
 
 
+def test_caches_of_requests_that_never_run_together_raise_no_alarm(run: Run) -> None:
+    """Two in all at a low rate were said to be 64; weights that leave no cache got two remedies."""
+    plain = ("serve", "--policy", "autoregressive", "--prompt", 2000, "--output", 20, "--latency")
+    few = run(*plain, "rtx-4090/llama-3.1-8b", "--rate", 0.05, "--requests", 2).ok().said
+    assert "fit next to the weights on" not in few
+    many = run(*plain, "rtx-4090/llama-3.1-8b", "--rate", 0.5, "--requests", 40).ok().said
+    assert "40 requests of 2,010 tokens each take 5,040 blocks of cache" in many
+    assert "bounds the cache, if all of them run at a time" in many
+    full = run(*plain, "rtx-4090/llama-3.1-8b+llama-3.2-3b", "--batch", 2, "--requests", 4).ok()
+    assert "share the target between more GPUs" in full.said
+    assert "bounds the cache" not in full.said
+
+
 def test_a_pass_that_fills_a_cuda_graph_is_not_priced_between_two() -> None:
     """16 tokens were read between 13, which fill the same graph, and 17, which need the next."""
     table = find_latency("rtx-pro-6000/qwen3-30b-a3b")

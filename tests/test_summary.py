@@ -86,6 +86,18 @@ def test_few_prompts_widen_intervals_as_a_t_interval_is() -> None:
     assert widened(0.95, 2) > widened(0.95, 3) > widened(0.95, 49) > widened(0.95, 50) == 1
 
 
+def test_prompts_that_miss_their_targets_count_as_prompts() -> None:
+    """Their tokens do not count, but their seconds do: with one that meets them, it was NaN."""
+    tokens = np.zeros(60)
+    tokens[7] = 100.0
+    own, base = np.stack([tokens, np.full(60, 1.0)]), np.stack([tokens, np.full(60, 1.5)])
+    found = gain(own, base, resamples(60, 400, 0))
+    assert found.value == pytest.approx(1.5)
+    assert found.low == found.high == pytest.approx(1.5)
+    without = gain(own * (tokens > 0), base * (tokens > 0), resamples(60, 400, 0))
+    assert np.isnan(without.low)
+
+
 def mixed_trace(requests: int = 24, tokens: int = 80, seed: int = 0) -> Trace:
     """Requests of four categories that differ in acceptance."""
     rng = np.random.default_rng(seed)

@@ -117,7 +117,10 @@ def diagnose(observed: Positions, expected: Positions) -> Diagnosis:
         falls = _fall(parts) < COLLAPSED * _fall(rounds_by_context(expected))
         cause, at, leaves = _cause(mine[judged], its[judged], gap[judged], error[judged], falls)
         if cause == "wrong head or template" and observed.drafting < expected.drafting:
-            cause = "few drafts"  # a step without one accepts nothing at position 1
+            # A step without one accepts nothing at position 1.
+            drafted = np.minimum(mine[0] * expected.drafting / observed.drafting, 1.0)
+            if _logit(drafted) - _logit(its[0]) > -DIFFERS * error[0]:
+                cause = "few drafts"
     else:
         cause, at, leaves = _by_length(observed.known[k], should), None, 0.0
     return Diagnosis(places, parts, k, should, observed.known[k], cause, at, leaves)

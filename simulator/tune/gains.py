@@ -18,7 +18,7 @@ from policies.batch.base import Policy
 from policies.lengths.basic import Autoregressive
 from policies.registry import NO_SPECULATION, PLAIN, is_bound
 from policies.rules.base import VerifyRule
-from simulator.bootstrap import CONFIDENCE, Interval, gain, half_width, ratio
+from simulator.bootstrap import CONFIDENCE, Interval, gain, half_width, ratio, widened
 from simulator.executors import results_of
 from simulator.serving import Scenario, simulate
 from simulator.serving.scenario import FILLS
@@ -344,7 +344,8 @@ def interval_over_prompts(
     if not np.isfinite(ratios).all():
         return None
     # About what was served, scaled from the mean of the resamples.
-    return Interval.around(leader.ratio, half_width(ratios) * leader.ratio / ratios.mean())
+    reach = half_width(ratios) * widened(CONFIDENCE, len(trace.requests))
+    return Interval.around(leader.ratio, reach * leader.ratio / ratios.mean())
 
 
 @once_per_trace

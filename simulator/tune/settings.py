@@ -318,8 +318,9 @@ def about_caches(trace: Trace, latency: LatencyTable, batches: Iterable[int]) ->
     In the mean a running request holds its prompt and half of its output.
     """
     held = float(np.mean([r.prompt_length + r.tokens / 2 for r in trace.requests]))
-    told = (overfull(latency.meta, batch, held) for batch in sorted(batches))
-    return [f"{text}: such a batch does not run at once" for text in told if text][:1]
+    then = "such a batch does not run at once"
+    told = (overfull(latency.meta, batch, held, then) for batch in sorted(batches))
+    return [text for text in told if text][:1]
 
 
 def summed_up(rows: Sequence[Mapping[str, Any]]) -> list[str]:

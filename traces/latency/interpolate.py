@@ -28,9 +28,9 @@ LINES = 1 << 15
 ROUNDING = 1e-14
 """Share of the squares below which `non_negative` takes two errors as equal."""
 PROMPT, GROWING = 64, 0.9
-"""Tokens from which a pass that was measured at one size alone is taken for a prompt's, and the
-share of its seconds that grows with its tokens: composed prompts of an 8B of 2,048 tokens take 3.8
-to 4.3 times those of 512."""
+"""Tokens a sequence from which a pass that was measured at one size alone is taken for a prompt's,
+and the share of its seconds that grows with its tokens: composed prompts of an 8B of 2,048 tokens
+take 3.8 to 4.3 times those of 512."""
 
 
 class Line(NamedTuple):
@@ -242,8 +242,9 @@ class CellGrid:
         """Non-negative weights of `_features`, fitted to relative error."""
         b, n, c, t = self._points
         features = _features(b, n, c)
-        if len(t) == 1 and not c[0] and b[0] * n[0] >= PROMPT:
+        if len(t) == 1 and not c[0] and n[0] >= PROMPT:
             # One size tells no growth, and a prompt of twice the tokens takes about twice as long.
+            # Decoding many requests at once does not: its passes read the weights.
             alone: Floats = np.zeros(features.shape[1])
             alone[:3] = (1 - GROWING) * t[0], 0.0, GROWING * t[0] / (b[0] * n[0])
             return alone

@@ -374,11 +374,12 @@ def _grid(
     return b[kept], n[kept], c[kept]
 
 
-def overfull(meta: Mapping[str, Any], batch: int, held: float) -> str:
+def overfull(meta: Mapping[str, Any], batch: int, held: float, then: str) -> str:
     """Return in words that the caches of `batch` requests do not fit next to the weights.
 
-    Each holds `held` tokens in the mean.  Empty if they fit, or the GPU or the models are not known
-    (`kv_blocks`).
+    Each holds `held` tokens in the mean.  ``then`` ends the sentence.  Where no cache fits at all,
+    the error of `kv_blocks` says what to do.  Empty if they fit, or the latencies are not composed
+    for their GPU.
     """
     if "composed" not in meta or meta.get("scaled"):
         return ""
@@ -391,7 +392,7 @@ def overfull(meta: Mapping[str, Any], batch: int, held: float) -> str:
         return ""
     return (
         f"{batch:,} requests of {held:,.0f} tokens each take {needed:,} blocks of cache, and about "
-        f"{blocks:,} fit next to the weights on {meta['device']}"
+        f"{blocks:,} fit next to the weights on {meta['device']}: {then}"
     )
 
 
