@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
@@ -53,6 +54,19 @@ def leaves(listed: Mapping[str, Listed]) -> dict[str, Listed]:
 
 class Sectioned(TyperCommand):
     """A command whose help shows its own options, then groups of shared ones by heading."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as click does, and say which option was given again though the last one counts."""
+        if not ctx.resilient_parsing:
+            given = Counter(
+                param for param in self.make_parser(ctx).parse_args([*args])[2]
+                if not (param.multiple or getattr(param, "is_flag", False))
+            )  # fmt: skip
+            for param in (param for param, count in given.items() if count > 1):
+                from commands.common.output import note
+
+                note(f"{param.opts[0]} is given {given[param]} times: the last one counts")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}

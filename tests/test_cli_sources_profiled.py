@@ -109,6 +109,21 @@ def test_a_rule_that_wins_is_decoded_as_it_is_fitted(
     }  # fmt: skip
 
 
+def test_transformers_drafts_no_more_than_was_recorded(
+    run: Run, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }  # fmt: skip
+    # Never unsure: every draft is as long as it may be.
+    never = {"constant": ("confidence:confidence_threshold=0", settings)}
+    monkeypatch.setattr("commands.validate.spot_check.ASSISTED", never)
+    ran = run("validate", "--run", small_run, "--policy", "fixed:gamma=2", "--repeats", 1,
+              "--json", "-")  # fmt: skip
+    assert (ran.rows[-1]["policy"], ran.rows[-1]["rounds_differ"]) == ("transformers constant", 0)
+
+
 def test_latencies_measured_between_the_real_runs_predict_and_are_kept(
     run: Run, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,3 +276,13 @@ def test_a_shell_completes_commands_verbs_and_options(words: str, offered: set[s
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == offered
+
+
+@pytest.mark.parametrize("verb", [(), ("replay",)], ids=str)
+def test_an_option_that_counts_once_is_said_where_it_is_repeated(
+    run: Run, verb: tuple[str, ...]
+) -> None:
+    asked = ("simulate", *verb, "--policy", "fixed", "--policy", "svip", "--verify", "typical")
+    assert "times" not in run(*asked).ok().err
+    ran = run(*asked, "--verify", "bild")
+    assert "--verify is given 2 times: the last one counts" in ran.ok().said

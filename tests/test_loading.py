@@ -154,6 +154,28 @@ def test_rows_that_one_table_has_alone_are_never_drawn(
         np.testing.assert_allclose(again[name], values, atol=1e-3)
 
 
+def _shorter(kind: str, folder: Path, rows: int) -> Path:
+    """Copy a model of the bundled pair with only the first `rows` rows of its table of tokens."""
+    shutil.copytree(bundled.folder() / kind, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(rows)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_tokens_that_one_model_lacks_are_one_line(tmp_path: Path) -> None:
+    short = _shorter("draft", tmp_path / "short", 300)
+    with pytest.raises(DraftsimError, match=r"short has 300 rows.*tokenizer has \d+ tokens betw"):
+        load_pair(bundled.folder() / "target", short)
+
+
+def test_a_prompt_of_tokens_that_both_models_lack_is_one_line(tmp_path: Path) -> None:
+    short = _shorter("draft", tmp_path / "short", 300)
+    pair = load_pair(short, short)
+    with pytest.raises(DraftsimError, match=r"makes token \d+ of 'The cat.*tables have 300 rows"):
+        pair.encode("The cat sat on the mat")
+
+
 def test_a_chat_template_that_fails_is_one_line(tmp_path: Path, run: Run) -> None:
     target = Path(shutil.copytree(BUNDLED / "target", tmp_path / "target"))
     (target / "chat_template.jinja").write_text("{{ raise_exception('no user here') }}")

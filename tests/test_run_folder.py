@@ -48,6 +48,19 @@ def test_files_of_a_run_share_an_identity(small_run: Path) -> None:
     assert not list(small_run.glob(".*"))
 
 
+@pytest.mark.parametrize("more", [(), ("--verify", "typical"), ("--batch", "1")], ids=str)
+def test_outputs_without_a_round_are_not_compared(
+    folder: Path, run: Run, more: tuple[str, ...]
+) -> None:
+    trace = read_trace(folder / "trace.parquet")
+    first = trace.columns["position"] == 0
+    columns = {name: values[first] for name, values in trace.columns.items()}
+    requests = [replace(r, tokens=1, max_new_tokens=1, ended="length") for r in trace.requests]
+    write_trace(replace(trace, columns=columns, requests=requests), folder / "trace.parquet")
+    ran = run("validate", "--run", folder, *more)
+    assert "are too short for a round: there is nothing to predict" in ran.refusal
+
+
 @pytest.mark.invariant(13)
 def test_a_mixed_folder_is_refused_by_name(folder: Path, run: Run) -> None:
     latency = read_latency(folder / "latency.parquet")

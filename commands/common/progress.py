@@ -102,7 +102,7 @@ class Bar(Progress):
         super().stop()
         for task in self.tasks if not self._shown else ():
             if task.id in self._told:
-                _print(f"{self._counted(task)}, {_clock(self._since(task)[0])} in all")
+                _print(f"{self._counted(task)}, {clock(self._since(task)[0])} in all")
 
     def add_task(self, description: str, *args: Any, **fields: Any) -> TaskID:
         """Add something that is counted."""
@@ -143,12 +143,12 @@ class Bar(Progress):
             return
         task = under_way[-1]
         spent_s, done = self._since(task)
-        left = f", {_clock(spent_s)} so far"
+        left = f", {clock(spent_s)} so far"
         if task.total is not None and done > 0:
             # A part under way is as long as the finished ones: its seconds so far are spent.
             upto_s = self._upto_s(task, spent_s, done)
             due_s = upto_s / done * (task.total - task.completed) - (spent_s - upto_s)
-            left = f", about {_clock(max(due_s, 0.0))} left"
+            left = f", about {clock(max(due_s, 0.0))} left"
         self._told.add(task.id)
         _print(f"{self._counted(task)}{left}")
 
@@ -180,7 +180,8 @@ def _count_of(task: Task) -> str:
     return f"{int(task.completed):,} of {int(task.total or 0):,}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds, such as 0:01:30."""
     return str(timedelta(seconds=round(seconds)))
 
 

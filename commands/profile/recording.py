@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commands.common.output import note, say_memory
-from commands.common.progress import progress_bar
+from commands.common.progress import clock, progress_bar
 from traces.digits import counted
 from traces.errors import DraftsimError, FileError
 
@@ -132,7 +132,7 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
     else:
         spent = trace.meta["recording_s"]
         took = (
-            f"{spent['all'] / 60:.0f} minutes" if spent["plain"] is None
+            clock(spent["all"]) if spent["plain"] is None
             else f"{spent['all'] / spent['plain']:.2f} times plain decoding"
         )  # fmt: skip
         note(

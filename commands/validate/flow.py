@@ -125,6 +125,12 @@ class RealRuns:
             ids = {r.id for r in chosen_of(every, "the recording", given.limit, ())}
             self.chosen = [i for i, request in enumerate(every) if request.id in ids]
             self.trace = self.whole.select(self.chosen)
+        # Sampled texts are drawn again, and may be longer.
+        if not sampled and all(r.tokens <= self.trace.first for r in self.trace.requests):
+            raise DraftsimError(
+                f"the outputs of {given.run} are too short for a round: there is nothing to "
+                "predict; record longer ones"
+            )
 
     @property
     def total(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ class Pair:
         """Return (tokens,) ids on the device; `chat`: of a user's turn, up to where the answer
         begins.
 
-        Raises DraftsimError if the target's tokenizer has no chat template, or one that fails.
+        Raises DraftsimError if the target's tokenizer has no chat template, or one that fails, or
+        a token of the text has no row in a model's table.
         """
         if chat:
             if self.tokenizer.chat_template is None:
@@ -79,6 +81,13 @@ class Pair:
         # A template writes all special tokens itself.
         options = {"add_special_tokens": False} if chat else {}
         ids: list[int] = self.tokenizer(text, **options)["input_ids"]
+        models = (self.target, self.draft)
+        rows = min(model.get_input_embeddings().weight.shape[0] for model in models)
+        if (largest := max(ids, default=0)) >= rows:
+            raise DraftsimError(
+                f"the tokenizer makes token {largest} of {shown(text)}, but the pair's tables have "
+                f"{rows} rows: the tokenizer is that of another model"
+            )
         return torch.tensor(ids, dtype=torch.long, device=self.device)
 
 
@@ -164,6 +173,7 @@ def load_pair(
             )
     if is_seq2seq(models[0]):
         check_same_start(*models)
+    _check_rows(models, (target, draft), tokenizers[0])
     try:
         models = [m.to(where).eval() for m in models]
     except torch.OutOfMemoryError:
@@ -181,6 +191,23 @@ def load_pair(
     }
     _share_vocabulary(models)
     return Pair(models[0], models[1], tokenizers[0], meta)
+
+
+def _check_rows(models: Sequence[Any], names: Sequence[str | Path], tokenizer: Any) -> None:
+    """Raise DraftsimError if the tokenizer has tokens of which one model alone has rows.
+
+    The tokens that only the larger table has could never be drawn, or not be read.  A padding token
+    is neither drawn nor read.
+    """
+    rows = [model.get_output_embeddings().weight.shape[0] for model in models]
+    tokens = {*tokenizer.get_vocab().values()} - {tokenizer.pad_token_id}
+    if cut := [i for i in tokens if min(rows) <= i < max(rows)]:
+        few, many = (names[rows.index(one)] for one in (min(rows), max(rows)))
+        raise DraftsimError(
+            f"{few} has {min(rows)} rows in its table of tokens and {many} {max(rows)}, but their "
+            f"tokenizer has {len(cut)} tokens between: a draft model must know all tokens of the "
+            "target"
+        )
 
 
 def _share_vocabulary(models: Sequence[Any]) -> None:
