@@ -102,9 +102,9 @@ draws are wider, as every cost's prior covers every server."""
 ALIKE = 0.003
 """Relative difference of two steps that counts as much as a cost's standard deviation where one
 draw is chosen for all."""
-MISSED = 0.2
-"""Relative difference from its fitted speed at which a run contradicts the others: the runs of
-public servers differ by 5% at most."""
+MISSED = 0.25
+"""Relative difference from its fitted speed at which a run contradicts the others.  The runs of
+public servers differ by 5% at most, those of docs/server.md, on a shared machine, by 21%."""
 TOLD = 0.75
 """A cost is undetermined if the runs leave more than this part of its prior's spread."""
 GUESSED = (
