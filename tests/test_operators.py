@@ -20,7 +20,14 @@ from traces.latency.interpolate import EXTRAPOLATED
 from traces.latency.table import LatencyTable
 from traces.operators.attention import AttentionOperators, Heads, heads_of
 from traces.operators.compose import Composer, kv_blocks
-from traces.operators.dense import LAUNCH_S, MEASURED, NEAR, DenseOperators, experts_reached
+from traces.operators.dense import (
+    LAUNCH_S,
+    MEASURED,
+    NEAR,
+    DenseOperators,
+    experts_reached,
+    moved_per_token,
+)
 from traces.operators.devices import DATA, DEVICES
 from traces.operators.shapes import ARCHITECTURES, Placed, find_architecture
 from traces.operators.table import OperatorTable, rows_of
@@ -163,6 +170,23 @@ def test_experts_reached() -> None:
     one_s, two_s, full_s = composer.dense.experts_s(model, 1, np.array([1.0, 2, 2048]))
     assert 1.3 < two_s / one_s < 2.7
     assert full_s == pytest.approx(1066.6e-6, rel=0.01)
+
+
+def test_a_gpu_holds_at_least_one_key_value_head() -> None:
+    """If more GPUs share a model than it has such heads, each still computes and holds one."""
+    few, many = find_architecture("llama-2-70b"), find_architecture("llama-2-70b:kv_heads=4")
+    for model in (few, many):
+        for shared in (1, 2, 4):
+            assert model.products_on(shared)["qkv"] == model.products["qkv"] / shared
+            assert model.parameters_on(shared) == model.parameters / shared
+    # At 8 GPUs a model with 4 such heads has as many on each as one with 8.
+    assert many.products_on(8) == few.products_on(8)
+    assert moved_per_token("rope", many, 8) == moved_per_token("rope", few, 8)
+    copied = 80 * 4 * 2 * 8192 * 128 / 8
+    assert many.parameters_on(8) == many.parameters / 8 + copied == few.parameters_on(8)
+    dense = Composer(bundled_operators("rtx-4090"), "rtx-4090").dense
+    tokens = np.array([1.0, 64])
+    assert (dense.layer_s(many, 8, tokens) == dense.layer_s(few, 8, tokens)).all()
 
 
 def test_a_block_of_experts_is_known_without_its_timings() -> None:

@@ -114,8 +114,8 @@ class DenseOperators:
         if (merged := self._in_parts(operator, model, shared)) is not None:
             return Part(merged, 1, MEASURED)
         per_layer = PER_LAYER.get(operator, 1)
-        if (weights := model.products.get(operator)) is not None:
-            return Part(self._products.curve(BYTES * weights / shared), per_layer, NEAR)
+        if (weights := model.products_on(shared).get(operator)) is not None:
+            return Part(self._products.curve(BYTES * weights), per_layer, NEAR)
         if operator == "sampler":
             rows = np.array([1.0, 4096.0])
             return Part(Curve(rows, SAMPLER_S[0] + SAMPLER_S[1] * rows), per_layer, ASSUMED)
@@ -236,16 +236,16 @@ class DenseOperators:
         found = []
         for (operator, name, shared), part in self._curves.items():
             model = ARCHITECTURES.get(name)
-            weights = model.products.get(operator) if model is not None else None
+            weights = model.products_on(shared).get(operator) if model is not None else None
             if model is None or weights is None:
                 continue
             if not (model.experts and operator in ("gate_up", "down")):
-                found.append((BYTES * weights / shared, part.curve))
+                found.append((BYTES * weights, part.curve))
         for operator, parts in PARTS.items():
             for name, shared in {(m, n) for op, m, n in self._curves if op == parts[0]}:
                 model = ARCHITECTURES[name]
                 if (whole := self._in_parts(operator, model, shared)) is not None:
-                    found.append((BYTES * model.matrices[operator] / shared, whole))
+                    found.append((BYTES * model.products_on(shared)[operator], whole))
         return Products(found)
 
 
@@ -280,7 +280,7 @@ class Products:
 
 def moved_per_token(operator: str, model: Architecture, shared: int = 1) -> float:
     """Return bytes that an operator moves for a token, on one of the GPUs that share it."""
-    turned = (model.heads + model.kv_heads) * model.head_dim / shared
+    turned = (model.heads / shared + model.kv_heads_on(shared)) * model.head_dim
     return BYTES * {
         "embedding": 2.0 * model.hidden, "norm": 4.0 * model.hidden,
         "final_norm": 4.0 * model.hidden, "add": 3.0 * model.hidden, "rope": 2 * turned,
