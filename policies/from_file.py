@@ -25,6 +25,10 @@ _LOADED: dict[str, set[str]] = {}
 """Files that were run, with their helpers, as tracebacks name them; the policies of each."""
 
 
+_SENT = "<dynamic-code>"
+"""The file's name in tracebacks of a worker process (cloudpickle)."""
+
+
 class LoadedPolicy(NamedTuple):
     """A policy from a file."""
 
@@ -146,7 +150,7 @@ def said_raised(error: BaseException) -> str | None:
         return None
     owners = [vars(type(frame.f_locals.get("self"))) for frame, _ in walk_tb(error.__traceback__)]
     named = [own[FILE_MARK][0] for own in owners if FILE_MARK in own]
-    policies = named[-1:] or sorted(_LOADED[place[0]])
+    policies = named[-1:] or sorted(_LOADED.get(place[0]) or set().union(*_LOADED.values()))
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"the policy {' or '.join(policies)} raised {said}{_where(error)}"
 
@@ -160,12 +164,15 @@ def _where(error: BaseException) -> str:
 def _place(error: BaseException) -> tuple[str, int] | None:
     """Return the innermost line of a user's files that `error` passed; None if it passed none.
 
-    An error of a worker process brings only the text of its traceback.
+    An error of a worker process brings only the text of its traceback, which names no file: classes
+    were sent there by value.
     """
     places = [(at.filename, at.lineno or 0) for at in extract_tb(error.__traceback__)]
-    if type(error.__cause__).__name__ == "_RemoteTraceback":
+    if _LOADED and type(error.__cause__).__name__ == "_RemoteTraceback":
         found = re.findall(r'File "(.+)", line (\d+)', str(error.__cause__))
-        places += [(file, int(line)) for file, line in found]
+        sent = " or ".join(_LOADED)
+        places = [(sent if file == _SENT else file, int(line)) for file, line in found]
+        return next((place for place in reversed(places) if place[0] in (*_LOADED, sent)), None)
     return next((place for place in reversed(places) if place[0] in _LOADED), None)
 
 

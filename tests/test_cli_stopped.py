@@ -166,6 +166,30 @@ def test_a_policy_that_raises_is_one_line(
     assert refusal.endswith(place)
 
 
+def test_a_policy_that_raises_in_a_worker_process_is_one_line(
+    synthetic_run: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("policies.from_file._LOADED", {})
+    own = f"""
+import os
+from policies import DraftPolicy
+
+class Raises(DraftPolicy):
+    def keep_drafting(self, draft):
+        if os.getpid() != {os.getpid()}:
+            raise OSError(28)
+        return len(draft) < 2
+"""
+    (tmp_path / "own.py").write_text(own)
+    policy = f"{tmp_path / 'own.py'}:Raises"
+    ran = run(
+        "sweep", "--trace", synthetic_run, "--policy", policy, "--policy", "svip", "--batch",
+        "1,2,4", "--jobs", 2,
+    )  # fmt: skip
+    place = f"({tmp_path / 'own.py'}, line 8)"
+    assert ran.refusal == f"draftsim: the policy own.py:Raises raised OSError: 28 {place}"
+
+
 def test_a_policy_that_raises_in_python_raises_its_own_error(
     synthetic_run: Path, tmp_path: Path
 ) -> None:
