@@ -12,7 +12,7 @@ import typer
 from commands.common.configured import MOST_LENGTH
 from commands.common.drafted import FORMS, LONGEST, load_positions, load_unpriced
 from commands.common.options import DraftedOption, TraceOption, batch_sizes
-from commands.common.output import JsonOption, LevelOption, OutOption, emit, note, placed_as
+from commands.common.output import JsonOption, LevelOption, OutOption, emit, note, placed_as, remark
 from commands.common.written import Shown
 from traces.digits import counted, three_digits
 from traces.errors import DraftsimError
@@ -130,7 +130,7 @@ def curve(
     other models are printed next to it: one rate for all positions, and easy and hard stretches.
     Acceptance lengths that a file holds and --given leaves out judge the prediction.
     """
-    from simulator.aggregate.acceptance import extended
+    from simulator.aggregate.acceptance import contradiction, extended
 
     rows: list[dict[str, Any]] = []
     for name, lengths in _curves(acceptance).items():
@@ -145,6 +145,8 @@ def curve(
             used = batch_sizes("--given", given, MOST_LENGTH)
         if missing := [n for n in used if n not in lengths]:
             raise DraftsimError(f"{name} has no length at K = {missing[0]}: see --given")
+        if said := contradiction({n: lengths[n] for n in used}):
+            remark(f"{name}: {said}: the acceptance lengths are of other texts or settings")
         asked = (
             [
                 n for n in range(1, max(LONGEST, *lengths) + 1)

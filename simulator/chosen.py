@@ -56,7 +56,7 @@ UNPRICED = {
     "(`draftsim tune --engine llamacpp` does)",
     "tensorrt-llm": "K = 0 is priced with a draft pass, as in vLLM; TensorRT-LLM may skip it",
 }
-"""What serving does not price of an engine's settings as the engine works."""
+"""Parts of an engine's work under its settings that serving does not price."""
 LONGEST = 12
 """Longest fixed draft length swept by default."""
 

@@ -382,6 +382,20 @@ def test_one_chance_is_that_of_each_of_eight_positions_in_curve_too(run: Run) ->
     assert longer[0]["hazard"] < longer[1]["low"] < longer[1]["high"]
 
 
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("8:1.5,9:5", "5 tokens per round at K = 9 contradict 1.5 at K = 8 (expected 1.5 to 1.56)"),
+        ("1:1.8,2:1.5", "1.5 tokens per round at K = 2 contradict 1.8 at K = 1"),
+        ("1:1.8,2:1.78", ""),
+        ("1:1.8,2:2.61", ""),
+    ],
+)
+def test_lengths_that_no_drafter_has_together_are_said(told: str, said: str, run: Run) -> None:
+    ran = run("curve", told).ok()
+    assert (said in ran.said) if said else ("contradict" not in ran.said)
+
+
 @pytest.mark.parametrize("known", [{1: 1.8, 2: 2.44, 3: 2.95}, {1: 1.3, 2: 1.35}, {1: 1.05}])
 def test_bounds_of_a_longer_draft_are_no_lower(known: dict[int, float]) -> None:
     """The draws of a run at another draft length are common to all draft lengths."""

@@ -152,7 +152,7 @@ def test_a_policy_that_raises_is_one_line(
     command: str, raising: str, said: str, place: str, synthetic_run: Path, tmp_path: Path,
     run: Run, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """What, where and by which policy; not a traceback, nor the exit code of a failed check."""
+    """The message, the place and the policy; no traceback, nor the code of a failed check."""
     monkeypatch.setattr("policies.from_file.check_policy", lambda _: None)  # in the work itself
     (tmp_path / "own.py").write_text(RAISES.replace("{raising}", raising))
     (tmp_path / "own_help.py").write_text("def looked_up(table):\n    return table[3]\n")
