@@ -12,7 +12,7 @@ import typer
 from commands.common.configured import MOST_LENGTH
 from commands.common.drafted import FORMS, LONGEST, load_positions, load_unpriced
 from commands.common.options import DraftedOption, TraceOption, batch_sizes
-from commands.common.output import JsonOption, LevelOption, OutOption, emit, note, placed_as
+from commands.common.output import JsonOption, LevelOption, OutOption, emit, note, placed_as, remark
 from commands.common.written import Shown
 from traces.digits import counted, three_digits
 from traces.errors import DraftsimError
@@ -113,7 +113,7 @@ def curve(
         typer.Option(
             metavar="K,...",
             help="Use only the acceptance lengths measured at these K. Default: K = 1, 2, 3 if a "
-            "curve has more, else all.",
+            "curve has more, else all; all of one chance.",
         ),
     ] = None,
     k: Annotated[
@@ -130,26 +130,34 @@ def curve(
     other models are printed next to it: one rate for all positions, and easy and hard stretches.
     Acceptance lengths that a file holds and --given leaves out judge the prediction.
     """
-    from simulator.aggregate.acceptance import extended
+    from simulator.aggregate.acceptance import contradiction, extended
 
     rows: list[dict[str, Any]] = []
     for name, lengths in _curves(acceptance).items():
-        if given is None:
+        # Lengths that were computed from one chance hold at every K, and judge nothing.
+        computed = math.isfinite(decimal(name))
+        if given is None and computed:
+            used = sorted(lengths)
+        elif given is None:
             used = [n for n in (1, 2, 3) if n in lengths] if max(lengths) > 3 else sorted(lengths)
             used = used or sorted(lengths)
         else:
             used = batch_sizes("--given", given, MOST_LENGTH)
         if missing := [n for n in used if n not in lengths]:
             raise DraftsimError(f"{name} has no length at K = {missing[0]}: see --given")
+        if said := contradiction({n: lengths[n] for n in used}):
+            remark(f"{name}: {said}: the acceptance lengths are of other texts or settings")
         asked = (
-            [n for n in range(1, max(LONGEST, *lengths) + 1) if n not in used]
+            [
+                n for n in range(1, max(LONGEST, *lengths) + 1)
+                if n not in used or (computed and given is None)
+            ]
             if k is None else batch_sizes("--k", k, MOST_LENGTH)
         )  # fmt: skip
         if not asked:
             raise DraftsimError(f"{name}: --given holds every K up to {max(used)}: name others "
                                 "with --k")  # fmt: skip
-        # Lengths that were computed from one chance judge nothing.
-        none = dict.fromkeys(JUDGED) if math.isfinite(decimal(name)) else {}
+        none = dict.fromkeys(JUDGED) if computed else {}
         rows += [{"curve": name, **row, **none} for row in extended(lengths, used, asked, level)]
     shown = [n for n in CURVES if any(row[n] is not None for row in rows)]
     if json is None:
@@ -176,12 +184,17 @@ def _predicted(rows: Sequence[Mapping[str, Any]], level: float) -> str:
     mine = [row for row in rows if row["curve"] == rows[0]["curve"]]
     ends = mine[:: max(len(mine) - 1, 1)][:2]
     said = "; ".join(
-        f"K = {row['k']}: {three_digits(row['hazard'])} tokens per round "
-        f"({three_digits(row['low'])} to {three_digits(row['high'])})" for row in ends
+        f"K = {row['k']}: {three_digits(row['hazard'])} tokens per round"
+        + (
+            f" ({three_digits(row['low'])} to {three_digits(row['high'])})"
+            if row["low"] < row["high"] else ""
+        )
+        for row in ends
     )  # fmt: skip
     others = len({row["curve"] for row in rows}) - 1
     more = f"; and {counted(others, 'more curve')}" if others else ""
-    return f"{rows[0]['curve']}: {said}, {level:.0%} intervals{more}"
+    ranges = f", {level:.0%} intervals" if any(row["low"] < row["high"] for row in ends) else ""
+    return f"{rows[0]['curve']}: {said}{ranges}{more}"
 
 
 def _judged(rows: list[dict[str, Any]], level: float) -> list[str]:

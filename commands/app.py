@@ -372,6 +372,10 @@ def _said(error: Exception) -> str | None:
             return f"{configured_in(shown)}{own} has no option {option}: {hint}"
         message = str(shown.format_message())  # the error by itself does not name the option
         return configured_in(shown) + _as_given(_plainly(message))
+    # Without a policy from a file its module is not imported.
+    own = sys.modules.get("policies.from_file")
+    if own is not None and (said := own.said_raised(error)) is not None:
+        return str(said)
     if isinstance(error, OSError) and error.errno is not None and not _is_closed_pipe(error):
         # Where nobody said it better: a full disk, a folder that may only be read.
         place = f"{error.filename}: " if error.filename else ""

@@ -148,11 +148,15 @@ class ShownSurface:
                 Shown(best.to_dict("records"), f"{name}: best draft length at each load", shown)
             ],
         )  # fmt: skip
-        for table in tables.values():
+        for along, table in tables.items():
             line = f"no table with K above 0 is {'sure to be ' * least}faster"
             if table.document is not None:  # without blanks, at which it would be broken
                 line = dumps(table.document, separators=(",", ":"))
             note(f"{line}  (loses {table.loses:.1%} against the best K of every load)")
+            axis, other = ("batch", "context") if along == "batch" else ("context", "batch")
+            over = f" (means over every {other})" if surface[other].nunique() > 1 else ""
+            if not least and (slower := table.said_slower(axis, over)):
+                note(slower)
         if self.plot is not None:
             from simulator.plots.look import save
             from simulator.plots.whatif import plot_surface

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
+from traceback import extract_tb, walk_tb
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,6 +18,15 @@ from policies.core import DraftPolicy, Load, Round
 from policies.registry import FILE_MARK, capped, describe
 from policies.spec import parse_spec
 from policies.wrapper import Wrapper, unwrapped
+
+_HELPERS = "_draftsim_helpers"
+"""Name in a file's module for the files of the modules next to it that it imports."""
+_LOADED: dict[str, set[str]] = {}
+"""Files that were run, with their helpers, as tracebacks name them; the policies of each."""
+
+
+_SENT = "<dynamic-code>"
+"""The file's name in tracebacks of a worker process (cloudpickle)."""
 
 
 class LoadedPolicy(NamedTuple):
@@ -67,14 +78,19 @@ def load_file(text: str, max_gamma: int | None = None) -> LoadedPolicy:
         # The mark would stay on a class that others use, too.
         raise ValueError(f"{text}: {path} imports {name!r}: name a class that the file defines")
     setattr(found, FILE_MARK, (f"{path.name}:{name}", digest))
+    for file in (str(path), *vars(module)[_HELPERS]):
+        _LOADED.setdefault(file, set()).add(f"{path.name}:{name}")
     try:
         return bounded(found, name, rest, max_gamma)
     except PolicyError as error:
-        raise ValueError(f"{text} breaks the contract of policies: {error}") from None
+        where = "" if error.__cause__ is None else _where(error.__cause__)
+        raise ValueError(f"{text} breaks the contract of policies: {error}{where}") from None
     except SystemExit as error:
         raise ValueError(f"{text}: {_exits(error)}") from None
-    except Exception as error:  # whatever a user's constructor may do
+    except ValueError as error:
         raise ValueError(f"{text}: {error}") from None
+    except Exception as error:  # whatever a user's constructor may do
+        raise ValueError(f"{text}: {type(error).__name__}: {error}{_where(error)}") from None
 
 
 def bounded(
@@ -128,6 +144,38 @@ def digestible(policy: Any) -> Any:
     return policy
 
 
+def said_raised(error: BaseException) -> str | None:
+    """Return in words what code of a user's own raised; None if `error` was not raised there."""
+    if (place := _place(error)) is None:
+        return None
+    owners = [vars(type(frame.f_locals.get("self"))) for frame, _ in walk_tb(error.__traceback__)]
+    named = [own[FILE_MARK][0] for own in owners if FILE_MARK in own]
+    policies = named[-1:] or sorted(_LOADED.get(place[0]) or set().union(*_LOADED.values()))
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"the policy {' or '.join(policies)} raised {said}{_where(error)}"
+
+
+def _where(error: BaseException) -> str:
+    """Return the place of `_place` in brackets; empty if there is none."""
+    place = _place(error)
+    return "" if place is None else f" ({place[0]}, line {place[1]})"
+
+
+def _place(error: BaseException) -> tuple[str, int] | None:
+    """Return the innermost line of a user's files that `error` passed; None if it passed none.
+
+    An error of a worker process brings only the text of its traceback, which names no file: classes
+    were sent there by value.
+    """
+    places = [(at.filename, at.lineno or 0) for at in extract_tb(error.__traceback__)]
+    if _LOADED and type(error.__cause__).__name__ == "_RemoteTraceback":
+        found = re.findall(r'File "(.+)", line (\d+)', str(error.__cause__))
+        sent = " or ".join(_LOADED)
+        places = [(sent if file == _SENT else file, int(line)) for file, line in found]
+        return next((place for place in reversed(places) if place[0] in (*_LOADED, sent)), None)
+    return next((place for place in reversed(places) if place[0] in _LOADED), None)
+
+
 class Cut(Wrapper, DraftPolicy):
     """A policy whose drafts end at `longest` tokens, whatever it would go on with."""
 
@@ -174,9 +222,10 @@ def _run(text: str, path: Path) -> tuple[ModuleType, str]:
     module.__name__ = f"{path.stem} {id(module)}"
     module.__file__ = str(path.absolute())
     vars(module)["print"] = _print
-    sources = [path.read_bytes()]
+    sources, helpers = [path.read_bytes()], list[str]()
+    vars(module)[_HELPERS] = helpers
     try:
-        with redirect_stdout(sys.stderr), _helpers(path.absolute().parent, sources):
+        with redirect_stdout(sys.stderr), _helpers(path.absolute().parent, sources, helpers):
             sys.modules[module.__name__] = module
             # Not imported: Python's cache compares only size and time in seconds, so that a quick
             # edit of equal length would run the old code.
@@ -184,8 +233,10 @@ def _run(text: str, path: Path) -> tuple[ModuleType, str]:
     except SystemExit as error:
         raise ValueError(f"{text}: {_exits(error)}") from None
     except Exception as error:  # whatever a user's file may do
+        lines = [at.lineno for at in extract_tb(error.__traceback__) if at.filename == str(path)]
+        where = f", line {lines[-1]}," if lines else ""
         raise ValueError(
-            f"{text}: {path} cannot be run ({type(error).__name__}: {error})"
+            f"{text}: {path}{where} cannot be run ({type(error).__name__}: {error})"
         ) from error
     finally:
         # Other processes could not import it: classes are sent to them by value.
@@ -194,8 +245,10 @@ def _run(text: str, path: Path) -> tuple[ModuleType, str]:
 
 
 @contextmanager
-def _helpers(folder: Path, sources: list[bytes]) -> Iterator[None]:
+def _helpers(folder: Path, sources: list[bytes], files: list[str]) -> Iterator[None]:
     """Let the modules of `folder` be imported; forget them at the end, and add their `sources`.
+
+    Their `files` are added, too.
 
     Another folder may have modules of these names, and they may be edited before the next run.
     """
@@ -216,6 +269,7 @@ def _helpers(folder: Path, sources: list[bytes]) -> Iterator[None]:
                 vars(helper).setdefault("print", _print)
                 file = getattr(helper, "__file__", None)
                 sources += [Path(file).read_bytes()] if file else []
+                files += [file] if file else []
 
 
 def _is_in(folder: Path, module: ModuleType) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeGuard, TypeVar
 
 from policies.batch.base import BatchPolicy, Policy, SingleStream
+from policies.batch.engines import TensorRTLLM
 from policies.core import DraftPolicy
 from policies.from_file import Cut, file_of, is_file, load_file, said_cut
 from policies.lengths.basic import Autoregressive, Fixed
@@ -50,6 +51,12 @@ DEFAULT = ("autoregressive", "fixed:gamma=1", "fixed:gamma=4", "gammatune")
 """Policies served where none is named: those that read no signal run in any engine."""
 LENGTHS = ("fixed:gamma=2", "fixed:gamma=4")
 """Fixed draft lengths among all policies."""
+UNPRICED = {
+    "llamacpp": "llama.cpp's draft model also reads every verified batch, which is not priced here "
+    "(`draftsim tune --engine llamacpp` does)",
+    "tensorrt-llm": "K = 0 is priced with a draft pass, as in vLLM; TensorRT-LLM may skip it",
+}
+"""Parts of an engine's work under its settings that serving does not price."""
 LONGEST = 12
 """Longest fixed draft length swept by default."""
 
@@ -292,6 +299,14 @@ def say_unfitted(chosen: Named, say: Say) -> None:
             say(f"{name} is not fitted: it runs with its default estimates and costs")
 
 
+def _is_unpriced(policy: Policy, largest: int) -> bool:
+    """Return True if `UNPRICED` concerns a policy of its engines, for batches up to `largest`."""
+    if not isinstance(policy, TensorRTLLM):
+        return True
+    schedule = {int(batch): k for batch, k in (policy.schedule or {}).items()}
+    return largest > max(schedule) or any(k == 0 for b, k in schedule.items() if b <= largest)
+
+
 def load_rule(text: str | None, memory: Path | None = None) -> VerifyRule | None:
     """Return the rule that `text` describes; None if none is named.
 
@@ -368,6 +383,8 @@ def load_serving_policies(
         engine, chosen[settings.name] = read_settings(settings)
         if engine == "off":
             say(f"{settings} is null: it means decoding without speculation")
+        if engine in UNPRICED and _is_unpriced(chosen[settings.name], largest):
+            say(f"{settings}: {UNPRICED[engine]}")
         if engine == "hf" and largest > 1:
             raise DraftsimError(
                 f"{settings}: assisted generation of transformers decodes one request at a time: "

@@ -356,7 +356,7 @@ def test_curve_on_the_command_line(tmp_path: Path, run: Run) -> None:
     shown = run("curve", "1:1.83,2:2.43,3:2.88", "--k", "5,8")
     assert "measured" not in shown.out
     assert shown.err.startswith("1:1.83,2:2.43,3:2.88: K = 5: 3.42 tokens per round (")
-    assert "K = 8: 3.73 tokens per round (" in shown.err
+    assert "K = 8: 3.74 tokens per round (" in shown.err
     assert run("curve", path, "--given", "7").code == 2
     given = run("curve", f"{path}#thinking_on", "--given", "1,2", "--k", "2,3")
     assert "1 of 1 measured lengths are in" in given.ok().err
@@ -365,6 +365,43 @@ def test_curve_on_the_command_line(tmp_path: Path, run: Run) -> None:
     own = run("curve", "bundled", "--given", "1,2", "--k", "4", "--json", "-").rows[0]
     assert own["inside"]
     assert json.dumps(own)
+
+
+def test_one_chance_is_that_of_each_of_eight_positions_in_curve_too(run: Run) -> None:
+    """As its help says, and as `breakeven` and the others read it."""
+    ran = run("curve", "0.8", "--json", "-").ok()
+    assert [row["k"] for row in ran.rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+    for row in ran.rows:
+        exact = sum(0.8**k for k in range(row["k"] + 1))
+        assert [row[n] for n in ("hazard", "low", "high")] == pytest.approx([exact] * 3)
+    assert run("curve", "0.8").err == (
+        "0.8: K = 1: 1.80 tokens per round; K = 8: 4.33 tokens per round\n"
+    )
+    longer = run("curve", "0.8", "--k", "8,12", "--json", "-").rows
+    assert longer[0]["hazard"] == pytest.approx(load_positions("0.8").known[8])
+    assert longer[0]["hazard"] < longer[1]["low"] < longer[1]["high"]
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("8:1.5,9:5", "5 tokens per round at K = 9 contradict 1.5 at K = 8 (expected 1.5 to 1.56)"),
+        ("1:1.8,2:1.5", "1.5 tokens per round at K = 2 contradict 1.8 at K = 1"),
+        ("1:1.8,2:1.78", ""),
+        ("1:1.8,2:2.61", ""),
+    ],
+)
+def test_lengths_that_no_drafter_has_together_are_said(told: str, said: str, run: Run) -> None:
+    ran = run("curve", told).ok()
+    assert (said in ran.said) if said else ("contradict" not in ran.said)
+
+
+@pytest.mark.parametrize("known", [{1: 1.8, 2: 2.44, 3: 2.95}, {1: 1.3, 2: 1.35}, {1: 1.05}])
+def test_bounds_of_a_longer_draft_are_no_lower(known: dict[int, float]) -> None:
+    """The draws of a run at another draft length are common to all draft lengths."""
+    spans = [emitted_at(known, k) for k in range(max(known) + 1, 33)]
+    for name in ("low", "value", "high"):
+        assert (np.diff([getattr(span, name) for span in spans]) > -1e-12).all()
 
 
 def test_the_environment_names_what_a_server_is_compared_with(run: Run) -> None:

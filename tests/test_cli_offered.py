@@ -77,6 +77,7 @@ def test_a_file_switches_off_what_the_command_line_does(
         ("run.yaml", "trace: no-such-pair", "no-such-pair: no such file"),
         ("run.yaml", "on: 1", "is not text, as names of options are"),
         ("run.yaml", "serve: {requests: 1}", "serve is no option: write options without a heading"),
+        ("run.yaml", "config: other.yaml", "config is for the command line: a file names no other"),
         ("run.ini", "", "unknown suffix"),
         ("run.toml", "=", "is no TOML"),
     ],
@@ -167,3 +168,12 @@ def test_a_command_has_its_own_help(name: str, run: Run) -> None:
 def test_a_name_that_is_none_is_told_with_the_nearest(run: Run) -> None:
     said = run("simulat")
     assert "Did you mean 'simulate'?" in said.refusal
+
+
+def test_a_recording_that_the_environment_names_and_is_not_there_names_the_variable(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTSIM_TRACE", "no-such-pair")
+    assert "draftsim: DRAFTSIM_TRACE=no-such-pair: no such file" in run("simulate").refusal
+    monkeypatch.delenv("DRAFTSIM_TRACE")
+    assert "draftsim: no-such-pair: no such" in run("simulate", "--trace", "no-such-pair").refusal

@@ -679,3 +679,9 @@ def test_an_interruption_between_a_line_and_its_row_counts_the_line(tmp_path: Pa
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert pd.read_parquet(table)["policy"].tolist() == ["autoregressive", "fixed"]
+
+
+def test_a_closed_fleet_that_is_refused_gets_no_advice_first(serve: Serve) -> None:
+    ran = serve("--batch", 1, "--replicas", 65536, "--requests", 10)
+    assert "the requests of a closed loop share one clock" in ran.refusal
+    assert ran.err.count("\n") == 1

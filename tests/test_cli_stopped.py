@@ -7,10 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import draftsim
+from policies import Fixed
 from tests.conftest import ROOT, Run, Serve
 from tests.kills import left_behind, session
 from traces.store.recordings import Bundled
@@ -117,6 +121,84 @@ def test_a_policy_that_exits_is_an_error(
     ran = run(command, "--trace", synthetic_run, "--policy", policy, *more)
     assert "sys.exit(0)" in ran.refusal
     assert ran.err.splitlines()[-1].startswith("draftsim: ")
+
+
+RAISES = """
+from policies import DraftPolicy
+from own_help import looked_up
+
+class Raises(DraftPolicy):
+    calls = 0
+
+    def keep_drafting(self, draft):
+        Raises.calls += 1
+        if Raises.calls > 50:
+            {raising}
+        return len(draft) < 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("raising", "said", "place"),
+    [
+        ("return self.absent > 2", "AttributeError: 'Raises' object has no", "own.py, line 11)"),
+        ("open('/absent/file')", "FileNotFoundError: [Errno 2]", "own.py, line 11)"),
+        ("looked_up({})", "KeyError: 3", "own_help.py, line 2)"),
+        ("raise ValueError", "ValueError (", "own.py, line 11)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate", "serve", "sweep"])
+def test_a_policy_that_raises_is_one_line(
+    command: str, raising: str, said: str, place: str, synthetic_run: Path, tmp_path: Path,
+    run: Run, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The message, the place and the policy; no traceback, nor the code of a failed check."""
+    monkeypatch.setattr("policies.from_file.check_policy", lambda _: None)  # in the work itself
+    (tmp_path / "own.py").write_text(RAISES.replace("{raising}", raising))
+    (tmp_path / "own_help.py").write_text("def looked_up(table):\n    return table[3]\n")
+    more = {
+        "simulate": ("--resamples", 2), "serve": ("--batch", 1, "--requests", 20),
+        "sweep": ("--resamples", 2),
+    }[command]  # fmt: skip
+    policy = f"{tmp_path / 'own.py'}:Raises"
+    refusal = run(command, "--trace", synthetic_run, "--policy", policy, *more).refusal
+    assert f"the policy own.py:Raises raised {said}" in refusal
+    assert refusal.endswith(place)
+
+
+def test_a_policy_that_raises_in_a_worker_process_is_one_line(
+    synthetic_run: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("policies.from_file._LOADED", {})
+    own = f"""
+import os
+from policies import DraftPolicy
+
+class Raises(DraftPolicy):
+    def keep_drafting(self, draft):
+        if os.getpid() != {os.getpid()}:
+            raise OSError(28)
+        return len(draft) < 2
+"""
+    (tmp_path / "own.py").write_text(own)
+    policy = f"{tmp_path / 'own.py'}:Raises"
+    ran = run(
+        "sweep", "--trace", synthetic_run, "--policy", policy, "--policy", "svip", "--batch",
+        "1,2,4", "--jobs", 2,
+    )  # fmt: skip
+    place = f"({tmp_path / 'own.py'}, line 8)"
+    assert ran.refusal == f"draftsim: the policy own.py:Raises raised OSError: 28 {place}"
+
+
+def test_a_policy_that_raises_in_python_raises_its_own_error(
+    synthetic_run: Path, tmp_path: Path
+) -> None:
+    class Raises(Fixed):
+        def keep_drafting(self, draft: Sequence[Any]) -> bool:
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        draftsim.predict(str(synthetic_run), policies=[Raises()])
 
 
 def test_a_policy_file_that_exits_is_an_error(tmp_path: Path, serve: Serve) -> None:

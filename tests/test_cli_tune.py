@@ -294,6 +294,28 @@ def test_settings_that_are_null_are_said_to_be_off(run: Run, recorded: SimpleNam
     assert "settings.json is null: it means decoding without speculation" in ran.err
 
 
+@pytest.mark.parametrize(
+    ("document", "batch", "said"),
+    [
+        ({"spec-draft-n-max": 3, "spec-draft-n-min": 0, "spec-draft-p-min": 0.0}, 1,
+         "llama.cpp's draft model also reads every verified batch, which is not priced here"),
+        ({"max_draft_len": 2, "draft_len_schedule": {"1": 2}}, 4,
+         "K = 0 is priced with a draft pass, as in vLLM; TensorRT-LLM may skip it"),
+        ({"max_draft_len": 2, "draft_len_schedule": {"4": 2}}, 4, ""),
+        ({"num_speculative_tokens": 2}, 4, ""),
+    ],
+)  # fmt: skip
+def test_what_serving_does_not_price_of_an_engines_settings_is_said(
+    run: Run, recorded: SimpleNamespace, document: Any, batch: int, said: str
+) -> None:
+    """As `tune` says it of its own prices."""
+    recorded.out.write_text(json.dumps(document))
+    arguments = ("--settings", recorded.out, "--batch", batch, "--requests", 8 * batch)
+    ran = run("serve", "--trace", recorded.folder, *arguments).ok()
+    lines = "settings.json: " + said
+    assert (lines in ran.said) if said else ("settings.json: " not in ran.said)
+
+
 def test_one_request_at_a_time_is_not_served_in_batches(
     run: Run, recorded: SimpleNamespace
 ) -> None:

@@ -251,6 +251,13 @@ def test_a_row_is_named_by_its_rule_where_policies_have_several() -> None:
         against("fixed:gamma=4", lossy)
 
 
+def test_texts_of_other_lengths_than_plain_decodings_are_said(run: Run) -> None:
+    """Lossy rules write other texts, and plain decoding is priced over one of them."""
+    said = run("simulate", "rounds", "bundled", "--resamples", 10).ok().said
+    assert re.search(r"plain decoding is priced over the texts of \S+, verified by \S+; \d+ other "
+                     r"runs? wrote texts of other lengths", said)  # fmt: skip
+
+
 def test_recorded_rounds_are_compared_with_those_of_their_requests(run: Run) -> None:
     """The pair's rounds were recorded on two sets of prompts."""
     asked = ("simulate", "rounds", "bundled", "--resamples", 10, "--against")

@@ -50,6 +50,28 @@ class Interacting:
         return 1 + 0.02 * verify_tokens + each + draft_length * (0.05 + 5 * each)
 
 
+def test_loads_at_which_an_engine_without_a_drafter_is_faster_are_said() -> None:
+    """K = 0 pays the drafter, too, so a table may keep a K above 0 that is slower than none."""
+
+    def cost(batch: int, length: int, verified: int, context: float) -> float:
+        return 1 + 0.3 * length + 0.02 * verified
+
+    surface = priced_surface(
+        cost, lambda b, k, v, c: cost(b, 0, b, c), read_acceptance("0.5", 2),
+        grid([1, 64], [100], [0, 1, 2]),
+    )  # fmt: skip
+    assert (surface[surface["batch"] == 64]["speedup"] < 1).all()
+    table = vllm_tables(surface)["batch"]
+    assert table.document is not None
+    assert list(table.slower) == [64]
+    lost = 1 - surface[surface["batch"] == 64]["speedup"].max()
+    assert table.slower[64][1] == pytest.approx(lost)
+    said = table.said_slower("batch")
+    assert f"slower than an engine without a drafter by {lost:.1%} at batch 64" in said
+    assert said.endswith("K = 0 still runs the drafter")
+    assert not vllm_tables(surface[surface["batch"] == 1])["batch"].said_slower("batch")
+
+
 def test_vllms_two_tables_agree_with_the_surface_and_say_what_they_lose() -> None:
     cost = Interacting()
     surface = priced_surface(

@@ -144,7 +144,9 @@ def _taken(ctx: typer.Context, path: Path | None) -> Path | None:
         parameter = off[option] if is_off else known.get(option)
         if parameter is None and isinstance(value, Mapping):
             raise DraftsimError(f"{path}: {name} is no option: write options without a heading")
-        if parameter is None or option == "config":
+        if option == "config":
+            raise DraftsimError(f"{path}: {name} is for the command line: a file names no other")
+        if parameter is None:
             near = get_close_matches(option, known, 1)
             hint = f": did you mean {near[0]}?" if near else ""
             raise DraftsimError(f"{path}: {name} is no option of this command{hint}")

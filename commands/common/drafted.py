@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from commands.common.output import remark
 from policies.spec import assignments
 from traces.digits import counted
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, FileError
 from traces.store.identity import ROLES
-from traces.store.recordings import find_latency, folder_of, given_name
+from traces.store.recordings import TRACE_VARIABLE, find_latency, folder_of, given_name
 
 if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
@@ -48,10 +49,17 @@ def load_recording(
     given = [latency] if isinstance(latency, str) else list(latency or ())
     carry = partial(carried, gpu=gpu, weights=weights, say=remark) if gpu or weights else None
     tables = latencies(given) if given else None
-    return recording.load_recording(
-        name, tables, source, carry=carry, from_environment=given_name(name) is None,
-        takes_acceptance="acceptance" in how, say=remark, **how,
-    )  # fmt: skip
+    from_environment = given_name(name) is None
+    try:
+        return recording.load_recording(
+            name, tables, source, carry=carry, from_environment=from_environment,
+            takes_acceptance="acceptance" in how, say=remark, **how,
+        )  # fmt: skip
+    except FileError as error:
+        said = str(error)
+        if from_environment and TRACE_VARIABLE in os.environ and said.startswith(f"{name}: "):
+            raise FileError(f"{TRACE_VARIABLE}={said}") from None
+        raise
 
 
 def load_unpriced(name: str, source: str | None, chooses: str) -> Recording:

@@ -194,6 +194,11 @@ def rounds(
             f"POLICY+RULE, such as {logs[0].policy}+{logs[0].verify}"
         )
     for group, rival in zip(groups, rivals, strict=True):
+        if others := _of_other_lengths(group):
+            remark(
+                f"plain decoding is priced over the texts of {group[0].policy}, verified by "
+                f"{group[0].verify}; {counted(others, 'other run')} wrote texts of other lengths"
+            )
         rows = ranked.rows(predict.Compared(recorded, Ranking([]), group, table), rival)
         rows = predict.with_quality(rows, runs, predict.decoded_part(recorded, group[0]))
         found.append(rows)
@@ -208,6 +213,12 @@ def rounds(
     _emit(every, ranked, of=rounds.name)
     if any(log.mismatched is not None for log in logs):
         say_unjudged(table)
+
+
+def _of_other_lengths(logs: Sequence[RoundLog]) -> int:
+    """Return how many of the logs have texts of other lengths than the first's."""
+    first, *others = ([request.tokens for request in log.requests] for log in logs)
+    return sum(lengths != first for lengths in others)
 
 
 def robustness(

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,26 @@ def pick_curve(text: str) -> dict[int, float]:
     if len(fitting) != 1:
         raise FileError(f"{path}: holds the curves {', '.join(curves)}: name one as {path}#CURVE")
     return next(iter(fitting.values()))
+
+
+NOISE = 0.05
+"""Share by which runs of one drafter may differ before their acceptance lengths contradict."""
+
+
+def contradiction(known: Mapping[int, float]) -> str:
+    """Return in words which acceptance lengths no drafter has together; empty if it may.
+
+    A longer draft has no fewer tokens accepted, and each of its further tokens no more often than
+    those before it were in the mean.
+    """
+    for (k, emitted), (more, longer) in pairwise(sorted(known.items())):
+        most = emitted + (more - k) * (emitted - 1) / k
+        if longer < emitted * (1 - NOISE) or longer > most * (1 + NOISE):
+            return (
+                f"{longer:g} tokens per round at K = {more} contradict {emitted:g} at K = {k} "
+                f"(expected {emitted:.3g} to {most:.3g})"
+            )
+    return ""
 
 
 def extended(

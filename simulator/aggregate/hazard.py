@@ -210,7 +210,8 @@ def emitted_at(known: Mapping[int, float], k: int, level: float = 0.8) -> Interv
         return Interval(value, value, value)
     found = further(draws_near(tuple(sorted(known.items()))), known, k)
     most = min((v for n, v in known.items() if n > k), default=k + 1.0)
-    other = np.exp(ANOTHER_RUN * np.random.default_rng(k).standard_normal(len(found)))
+    # The same departures at every K, so that a bound does not fall by chance as K grows.
+    other = np.exp(ANOTHER_RUN * np.random.default_rng(1).standard_normal(len(found)))
     return interval_of(np.clip(found * other, 1.0, most), level)
 
 

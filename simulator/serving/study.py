@@ -223,6 +223,8 @@ def over_loads(
         loop = ClosedLoop(1, **(sizes or {}))
         base = replace(base, arrivals=loop, requests=base.requests or enough)
         found = over_batches(base, batches)
+    for scenario in found:
+        scenario.check_clock()  # before remarks on what is refused then
     for line in shortfalls(found):
         say(line)
     return found

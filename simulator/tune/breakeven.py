@@ -8,7 +8,7 @@ step without speculation.  It depends on costs alone, not on a drafter's accepta
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -124,6 +124,25 @@ class LoadTable(NamedTuple):
     """None if no K above 0 is fastest anywhere."""
     loses: float
     """Mean loss of tokens/s against the best K of every cell."""
+    slower: Mapping[int, tuple[int, float]] = {}
+    """K and loss against an engine without a drafter, by the loads at which every K loses."""
+
+    def said_slower(self, along: str, over: str = "") -> str:
+        """Return at which loads every K is slower than no speculation; empty if at none.
+
+        ``over`` says what the losses are means over.
+        """
+        if self.document is None or not self.slower:
+            return ""
+        at = ", ".join(f"{loss:.1%} at {along} {load:,}" for load, (_, loss) in self.slower.items())
+        kept = sorted({k for k, _ in self.slower.values()} - {0})
+        keeps = (
+            f": the table keeps {' and '.join(f'K={k}' for k in kept)}, because" if kept else ";"
+        )
+        return (
+            f"every K is slower than an engine without a drafter by {at}{over}{keeps} K = 0 still "
+            "runs the drafter"
+        )
 
 
 def vllm_tables(surface: pd.DataFrame) -> dict[str, LoadTable]:
@@ -143,6 +162,8 @@ def vllm_tables(surface: pd.DataFrame) -> dict[str, LoadTable]:
         values = sorted({int(v) for v in at})
         picked = {v: int(gains[at == v].mean(axis=0).argmax()) for v in values}
         own = np.array([gains[i, picked[int(v)]] for i, v in enumerate(at)])
+        lost = {v: float(1 - np.exp(gains[at == v].mean(axis=0).max())) for v in values}
+        slower = {v: (lengths[picked[v]], loss) for v, loss in lost.items() if loss > 0}
         chosen = np.array([[picked[v] for v in values]])
         if key == BY_BATCH:
             rows = table_rows(chosen.T, values, [None], lengths)
@@ -150,7 +171,7 @@ def vllm_tables(surface: pd.DataFrame) -> dict[str, LoadTable]:
             rows = [row[2:] for row in table_rows(chosen, [1], values, lengths)]
         longest = max(row[-1] for row in rows)
         document = {"num_speculative_tokens": longest, key: rows} if longest else None
-        found[called] = LoadTable(document, float(1 - np.exp(own - best).mean()))
+        found[called] = LoadTable(document, float(1 - np.exp(own - best).mean()), slower)
     return found
 
 

@@ -70,8 +70,8 @@ class Heads(NamedTuple):
 
 
 def heads_of(model: Architecture, shared: int) -> Heads:
-    """Return the heads of one of the GPUs that share a model; key-value heads are never divided."""
-    return Heads(model.heads / shared, max(model.kv_heads / shared, 1), model.head_dim)
+    """Return the heads of one of the GPUs that share a model."""
+    return Heads(model.heads / shared, model.kv_heads_on(shared), model.head_dim)
 
 
 class Plane(NamedTuple):

@@ -338,7 +338,7 @@ class Composer:
 
     def _check_memory(self, roles: Mapping[str, Placed]) -> None:
         # Every GPU of a target holds its share; a draft that is not shared lies on one of them.
-        shares = {role: BYTES * one.model.parameters / one.shared for role, one in roles.items()}
+        shares = {role: BYTES * one.model.parameters_on(one.shared) for role, one in roles.items()}
         held = sum(shares.values())
         if held > self.device.memory:
             largest = max(shares, key=lambda role: shares[role])
@@ -425,7 +425,7 @@ def kv_blocks(meta: Mapping[str, Any], utilisation: float = UTILISATION) -> Bloc
         for role, hub in meta["models"].items()
     ]
     memory = device.memory / 1e9 * GIB * USABLE * utilisation
-    weights = sum(BYTES * model.parameters / shared for model, shared in models)
+    weights = sum(BYTES * model.parameters_on(shared) for model, shared in models)
     token = sum(model.layers * heads_of(model, shared).cached_bytes for model, shared in models)
     most, own, least = (
         int((memory - weights - overhead) // (BLOCK * token)) for overhead in OVERHEAD_B

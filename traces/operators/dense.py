@@ -57,6 +57,10 @@ class Curve(NamedTuple):
         beyond = np.maximum(tokens / self.tokens[-1], 1.0)
         return np.asarray(found * beyond)
 
+    def rising(self) -> Curve:
+        """Return the curve with no number of tokens quicker than a smaller one."""
+        return Curve(self.tokens, np.maximum.accumulate(self.seconds))
+
 
 class Part(NamedTuple):
     """An operator of a model on a device."""
@@ -69,6 +73,9 @@ class Part(NamedTuple):
 
 EXPERT = ("expert_gate", "expert_up", "expert_down", "expert_act")
 """Operators of one expert, where experts were timed one by one."""
+ROUTING_KERNELS = 3
+"""Kernels between an MoE block's router and its products in vLLM: one chooses the experts, two sort
+the tokens by expert (`topk_softmax`, `moe_align_block_size`)."""
 OTHERWISE = ("attention", "attention_unsplit", "all_reduce", "moe", "step", "step_saved")
 """Operators that no curve by tokens describes."""
 
@@ -107,8 +114,8 @@ class DenseOperators:
         if (merged := self._in_parts(operator, model, shared)) is not None:
             return Part(merged, 1, MEASURED)
         per_layer = PER_LAYER.get(operator, 1)
-        if (weights := model.products.get(operator)) is not None:
-            return Part(self._products.curve(BYTES * weights / shared), per_layer, NEAR)
+        if (weights := model.products_on(shared).get(operator)) is not None:
+            return Part(self._products.curve(BYTES * weights), per_layer, NEAR)
         if operator == "sampler":
             rows = np.array([1.0, 4096.0])
             return Part(Curve(rows, SAMPLER_S[0] + SAMPLER_S[1] * rows), per_layer, ASSUMED)
@@ -143,24 +150,40 @@ class DenseOperators:
         if not block.empty:
             return _plane(block, tokens / shared, whole)
         each = tokens * model.experts_per_token / reached
-        router = self._timed("router", model, shared)
-        once = router.curve.at(tokens) if router else np.full(len(tokens), LAUNCH_S)
         timed = [self._timed(name, model, shared) for name in EXPERT]
         if all(timed):
+            router = self._timed("router", model, shared)
+            once = router.curve.at(tokens) if router else np.full(len(tokens), LAUNCH_S)
             return np.asarray(
                 whole * sum(one.curve.at(each) for one in timed if one is not None) + once
             )
-        # One kernel runs the products of all experts, so it reads the weights of those reached.
-        weights = BYTES * model.hidden * model.inner * reached / shared
-        products = [
-            float(self._products.curve(size).at(np.array([rows]))[0])
-            for size, rows in zip((2 + model.gated) * weights, each, strict=True)
-        ]
+        return self.grouped_s(model, shared, tokens, reached)
+
+    def grouped_s(
+        self, model: Architecture, shared: int, tokens: Floats, reached: Floats
+    ) -> Floats:
+        """Return seconds of an MoE block whose kernels were not timed, as engines run it.
+
+        The router's product; `ROUTING_KERNELS` that choose the experts and sort the tokens by them;
+        two grouped products, which read the weights of the experts reached, with the activation
+        between them; and the weighted sum of each token's experts.
+        """
+        router = self._products.curve(BYTES * model.hidden * model.experts).at(tokens)
+        each = tokens * model.experts_per_token / reached
+        matrices = np.zeros(len(tokens))
+        for name in ("gate_up", "down"):
+            sizes = BYTES * model.matrices[name] * reached / shared
+            matrices += [
+                float(self._products.curve(size).rising().at(np.array([rows]))[0])
+                for size, rows in zip(sizes, each, strict=True)
+            ]
         act = fused_s(
             "act", model, self.device, tokens * model.experts_per_token, shared=shared,
             launch_s=self._launch_s("act"),
         )  # fmt: skip
-        return np.asarray(np.array(products) + act + once)
+        summed = BYTES * model.hidden * (model.experts_per_token + 1) * tokens
+        total = LAUNCH_S + summed / (MOVED * self.device.bandwidth)
+        return np.asarray(router + ROUTING_KERNELS * LAUNCH_S + matrices + act + total)
 
     def experts_origin(self, model: Architecture, shared: int) -> str:
         """Return how an MoE block is known."""
@@ -213,16 +236,16 @@ class DenseOperators:
         found = []
         for (operator, name, shared), part in self._curves.items():
             model = ARCHITECTURES.get(name)
-            weights = model.products.get(operator) if model is not None else None
+            weights = model.products_on(shared).get(operator) if model is not None else None
             if model is None or weights is None:
                 continue
             if not (model.experts and operator in ("gate_up", "down")):
-                found.append((BYTES * weights / shared, part.curve))
+                found.append((BYTES * weights, part.curve))
         for operator, parts in PARTS.items():
             for name, shared in {(m, n) for op, m, n in self._curves if op == parts[0]}:
                 model = ARCHITECTURES[name]
                 if (whole := self._in_parts(operator, model, shared)) is not None:
-                    found.append((BYTES * model.matrices[operator] / shared, whole))
+                    found.append((BYTES * model.products_on(shared)[operator], whole))
         return Products(found)
 
 
@@ -257,7 +280,7 @@ class Products:
 
 def moved_per_token(operator: str, model: Architecture, shared: int = 1) -> float:
     """Return bytes that an operator moves for a token, on one of the GPUs that share it."""
-    turned = (model.heads + model.kv_heads) * model.head_dim / shared
+    turned = (model.heads / shared + model.kv_heads_on(shared)) * model.head_dim
     return BYTES * {
         "embedding": 2.0 * model.hidden, "norm": 4.0 * model.hidden,
         "final_norm": 4.0 * model.hidden, "add": 3.0 * model.hidden, "rope": 2 * turned,

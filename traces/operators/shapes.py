@@ -85,6 +85,24 @@ class Architecture:
         """Weights of all matrices, the embedding included."""
         return self.layers * self.layer_weights + (1 if self.tied else 2) * self.head
 
+    def kv_heads_on(self, shared: int) -> float:
+        """Return the key-value heads of one of the GPUs that share the model.
+
+        They are never divided: if there are more GPUs than heads, each head is copied to several.
+        """
+        return max(self.kv_heads / shared, 1)
+
+    def products_on(self, shared: int) -> dict[str, float]:
+        """Return weights of `products` on one of the GPUs that share the model."""
+        heads = self.heads / shared + 2 * self.kv_heads_on(shared)
+        own = {name: weights / shared for name, weights in self.products.items()}
+        return {**own, "qkv": self.hidden * heads * self.head_dim}
+
+    def parameters_on(self, shared: int) -> float:
+        """Return weights of all matrices on one of the GPUs that share the model."""
+        copied = self.kv_heads_on(shared) - self.kv_heads / shared
+        return self.parameters / shared + self.layers * 2 * copied * self.hidden * self.head_dim
+
     def meta(self) -> dict[str, object]:
         """Return the fields that a latency table's provenance says of a model."""
         return {
