@@ -161,6 +161,8 @@ class Profiles(Importer):
                 raise FileError(
                     f"{file}: cannot be read as CSV: give the .csv files of a profile ({error})"
                 ) from None
+            if not isinstance(frame.index, pd.RangeIndex):
+                raise FileError(f"{file}: rows have more cells than the header has columns")
             if frame.empty:
                 raise FileError(f"{file}: holds no timings, only a header")
             reader = self._reader(list(frame.columns))
