@@ -236,6 +236,11 @@ class RealRuns:
                 rows = with_machine(rows, self.latency, measured.machine)
                 rows = self.compared(rows, measured, progress)
             say_machine(self.latency, measured.machine, None if remeasure else self.remedy)
+            if self.as_decoded and not self.trace.sampling.greedy:
+                remark(
+                    "every policy draws texts of its own, so the seconds of two rows are of texts "
+                    "of different lengths: compare their errors"
+                )
             if not remeasure:
                 say_undrawn(self.latency, self.trace.sampling)
             meta = {**self.pair.meta, "machine": dict(measured.machine)}
