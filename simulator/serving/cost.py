@@ -330,7 +330,8 @@ class EngineCost:
         self._longest = {m: latency.grid(m, "prefill").widest_together for m in self._prefill}
         self._settled: dict[int, list[float]] = {}
         self._hosts: dict[int, Host] = {}
-        self.verdicts = [phase for phase in self.extras if PHASES[phase].per == "verdict"]
+        # Sorted: a set's order, and so the last bit of a sum, differs from process to process.
+        self.verdicts = [p for p in sorted(self.extras) if PHASES[p].per == "verdict"]
         self.longest = longest if self.verdicts else 0
         self._judged: dict[int, list[float]] = {}
 
@@ -514,7 +515,10 @@ class EngineCost:
         return host_s + self.verdict_s(batch, drafted / batch) if self.verdicts else host_s
 
     def judged(self, batch: int, longest: int) -> list[float]:
-        """Return seconds of the verdicts on 0, 1, ... drafted tokens of each sequence, or more."""
+        """Return seconds of the verdicts on 0, 1, ..., `longest` drafted tokens of each sequence.
+
+        The list may go on.
+        """
         seconds = self._judged.get(batch, [])
         if len(seconds) <= longest:
             found = np.zeros(longest + 1)
@@ -524,7 +528,7 @@ class EngineCost:
         return seconds
 
     def verdict_s(self, batch: int, drafted: float) -> float:
-        """Return seconds of the verdicts on as many drafted tokens of each sequence."""
+        """Return seconds of the verdicts on `drafted` tokens of each sequence, their mean."""
         low = int(drafted)
         seconds = self.judged(batch, max(low + 1, self.longest))
         return seconds[low] + (drafted - low) * (seconds[low + 1] - seconds[low])
