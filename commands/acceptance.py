@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import typer
 
 from commands.common.configured import MOST_LENGTH
@@ -14,16 +16,18 @@ from commands.common.drafted import FORMS, LONGEST, load_positions, load_unprice
 from commands.common.options import DraftedOption, TraceOption, batch_sizes
 from commands.common.output import JsonOption, LevelOption, OutOption, emit, note, placed_as, remark
 from commands.common.written import Shown
+from simulator.aggregate.acceptance import contradiction, extended, is_curves, read_curves
+from simulator.aggregate.doctor import DIFFERS, diagnose
+from simulator.aggregate.positions import judged, of_trace
+from simulator.recording import Recording
+from simulator.tune.costs import longest_draft
+from simulator.tune.launch import METHODS
 from traces.digits import counted, three_digits
 from traces.errors import DraftsimError
+from traces.store.identity import model_label
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
+from traces.store.speculation_profile import SpeculationProfile, write_profile
 from traces.store.text import decimal
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from simulator.recording import Recording
-    from traces.store.speculation_profile import SpeculationProfile
 
 
 def doctor(
@@ -60,8 +64,6 @@ def doctor(
     The first line says if the acceptance is as expected, else which fault the pattern looks like.
     z is the difference in standard errors, which include the usual difference of two sound runs.
     """
-    from simulator.aggregate.doctor import DIFFERS, diagnose
-
     mine = load_positions(observed, draft_length, form=form, drafts=draft_length)
     its = load_positions(against, draft_length, source=source, most=mine.longest)
     shorter = min(mine.longest, its.longest)
@@ -130,8 +132,6 @@ def curve(
     other models are printed next to it: one rate for all positions, and easy and hard stretches.
     Acceptance lengths that a file holds and --given leaves out judge the prediction.
     """
-    from simulator.aggregate.acceptance import contradiction, extended
-
     rows: list[dict[str, Any]] = []
     for name, lengths in _curves(acceptance).items():
         # Lengths that were computed from one chance hold at every K, and judge nothing.
@@ -168,8 +168,6 @@ def curve(
 
 
 def _curves(texts: list[str]) -> Mapping[str, dict[int, float]]:
-    from simulator.aggregate.acceptance import is_curves, read_curves
-
     found: dict[str, dict[int, float]] = {}
     for text in texts:
         if is_curves(text) and "#" not in text:
@@ -230,8 +228,6 @@ def export(
     json: JsonOption = None,
 ) -> None:
     """Write a recording's acceptance by position as a profile that other programs read."""
-    from traces.store.speculation_profile import write_profile
-
     del what
     recording = load_unpriced(trace, source, "export")
     profile = profile_of(recording, draft_length)
@@ -266,14 +262,6 @@ def profile_of(recording: Recording, k: int | None = None) -> SpeculationProfile
     counts as rejected.
     Raises DraftsimError if no round can draft `k` tokens, or if such drafts were not recorded.
     """
-    import numpy as np
-
-    from simulator.aggregate.positions import judged, of_trace
-    from simulator.tune.costs import longest_draft
-    from simulator.tune.launch import METHODS
-    from traces.store.identity import model_label
-    from traces.store.speculation_profile import SpeculationProfile
-
     trace = recording.trace
     most = longest_draft(trace)
     if k is not None and most is not None and k > most:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import pandas as pd
 import typer
 
 from commands.calibrate import check_contexts, fitted, known_target, runs_in
@@ -25,15 +26,29 @@ from commands.common.output import (
 )
 from commands.common.progress import working
 from commands.common.written import Shown
+from simulator.aggregate.advice import concurrencies
+from simulator.aggregate.positions import of_trace
+from simulator.aggregate.server import GUESSED, ServerFit
+from simulator.pricing import extras_of, missing_parts
+from simulator.recording import load_tables, said_costs
+from simulator.serving.cost import TableCost
+from simulator.tune.breakeven import (
+    EXACT,
+    grid,
+    measured_surface,
+    pays_to,
+    priced_surface,
+    vllm_tables,
+)
+from simulator.tune.breakeven import plan as chosen_runs
+from simulator.tune.costs import default_contexts, longest_draft
+from simulator.tune.formats import check_settings
+from simulator.unmeasured import said_free
 from traces.digits import counted
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.calls import drafting_always, in_one_pass
 from traces.store.recordings import DEFAULT_TRACE, given_name
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from simulator.aggregate.server import ServerFit
-    from traces.latency.table import LatencyTable
 
 SHOWN = ("batch", "context", "k", "speedup", "low", "high", "emitted", "needed", "needed_rate")
 DEFAULT_KS = "1,2,3,4,6,8"
@@ -86,8 +101,6 @@ class SurfaceLoads(options.AskedLoads):
         self, server: ServerFit | None = None, table: LatencyTable | None = None
     ) -> tuple[list[int], list[int]]:
         """Return the batch sizes and contexts asked for, or measured, or usual ones for a plan."""
-        from simulator.tune.costs import default_contexts
-
         text = self.batch
         batches = None if text is None else options.batch_sizes("--batch", text)
         text = self.context
@@ -98,8 +111,6 @@ class SurfaceLoads(options.AskedLoads):
             far = [c for i, c in enumerate(held) if i == 0 or c > 1.3 * held[i - 1]]
             return batches or table.usual_batches, contexts or far
         if server is not None:
-            from simulator.aggregate.advice import concurrencies
-
             held = sorted({int(run.held) for run in server.runs})
             return batches or concurrencies(server.runs), contexts or held
         return batches or [1, 4, 16, 64, 256], contexts or [1024, 8192, 65536]
@@ -124,9 +135,6 @@ class ShownSurface:
 
         ``least`` says that speedups are lower bounds: then no load is said to be slower.
         """
-        from simulator.tune.breakeven import pays_to, vllm_tables
-        from simulator.tune.formats import check_settings
-
         tables = vllm_tables(surface)
         for table in tables.values():
             if table.document is not None:
@@ -193,9 +201,6 @@ def bench(
     Their acceptance may be dictated (vLLM's rejection_sample_method synthetic). The table and the
     last lines are those of `draftsim breakeven surface`.
     """
-    from simulator.aggregate.server import GUESSED
-    from simulator.tune.breakeven import grid, measured_surface
-
     server, model = _server(bench, passes)
     own = None if acceptance is None else load_positions(acceptance)
     if own is not None and server.guessed:
@@ -231,9 +236,6 @@ def plan(
     The acceptance to dictate is that of the runs of --bench, if --trace, --source and --acceptance
     name no other. The last lines start the server; `draftsim breakeven bench` reads the results.
     """
-    from simulator.tune.breakeven import EXACT, grid
-    from simulator.tune.breakeven import plan as chosen_runs
-
     server = None if bench is None else _server(bench, passes)[0]
     own = None
     if acceptance is not None:
@@ -266,15 +268,6 @@ def _priced(
     inputs: SurfaceInputs, loads: SurfaceLoads, level: float
 ) -> tuple[pd.DataFrame, str, bool]:
     """Return the surface by a latency table, whose it is, and True if its speedups are bounds."""
-    from simulator.aggregate.positions import of_trace
-    from simulator.pricing import extras_of, missing_parts
-    from simulator.recording import load_tables, said_costs
-    from simulator.serving.cost import TableCost
-    from simulator.tune.breakeven import grid, priced_surface
-    from simulator.tune.costs import longest_draft
-    from simulator.unmeasured import said_free
-    from traces.replay.calls import drafting_always, in_one_pass
-
     lengths, acceptance = loads.lengths, inputs.acceptance
     least = False
     if inputs.told:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,13 +22,30 @@ from commands.common.output import (
 )
 from commands.common.progress import working
 from commands.common.written import Shown
+from simulator.aggregate.advice import (
+    SURE,
+    PredictedSpeed,
+    Suggestion,
+    choices,
+    concurrencies,
+    draft_lengths,
+    in_words,
+    next_runs,
+    predicted,
+)
+from simulator.aggregate.benches import latency_table, read_benches, with_acceptance
+from simulator.aggregate.positions import Positions
+from simulator.aggregate.server import COSTS, GUESSED, SECONDS, ServerFit, ServerRun, Target
+from simulator.aggregate.server import calibrate as fit
+from simulator.targets import parse_targets
+from simulator.tune.launch import TARGET, NamedDrafter, launch_line, setting
+from simulator.tune.settings import about_batches, laid_out
+from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
 from traces.digits import counted
 from traces.errors import DraftsimError
-
-if TYPE_CHECKING:
-    from simulator.aggregate.advice import PredictedSpeed, Suggestion
-    from simulator.aggregate.positions import Positions
-    from simulator.aggregate.server import ServerFit, ServerRun, Target
+from traces.operators.shapes import find_architecture
+from traces.store.files import write_latency
+from traces.store.writing import write_atomically
 
 ServerEngine = Literal["vllm", "sglang", "tensorrt-llm", "llamacpp", "hf"]
 ExpertsOption = Annotated[
@@ -90,18 +107,6 @@ def calibrate(
     runs do not determine, and the run that would narrow the intervals most. An interval is for one
     further run at that load.
     """
-    from simulator.aggregate.advice import (
-        choices,
-        concurrencies,
-        draft_lengths,
-        next_runs,
-        predicted,
-    )
-    from simulator.aggregate.benches import latency_table
-    from simulator.aggregate.server import COSTS, SECONDS
-    from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
-    from traces.store.files import write_latency
-
     measured, model = runs_in(runs, metrics)
     other = other_acceptance(acceptance, model)
     target = known_target(engine, experts, model)
@@ -151,9 +156,6 @@ def known_target(engine: str | None, experts: str | None, model: str | None) -> 
     ``experts`` is ``COUNT/CHOSEN``, by default those of `model` where its sizes are known.
     Raises DraftsimError if it is anything else.
     """
-    from simulator.aggregate.server import Target
-    from traces.operators.shapes import find_architecture
-
     vectors = engine == "llamacpp"
     if experts is None:
         try:
@@ -193,8 +195,6 @@ def runs_in(
     Remarks say what is left out of the files, and name the draft lengths that the counters do not
     tell.
     """
-    from simulator.aggregate.benches import read_benches, with_acceptance
-
     found = read_benches(files, acceptance_told=metrics is not None)
     for line in found.notes:
         remark(line)
@@ -225,9 +225,6 @@ def fitted(
 
     A remark says what is left out.
     """
-    from simulator.aggregate.server import GUESSED
-    from simulator.aggregate.server import calibrate as fit
-
     with working("fitting the server's costs"):
         server = fit(runs, passes=passes, noise=noise, target=target)
     if other is None:
@@ -244,8 +241,6 @@ def fitted(
 
 def headline(rows: Sequence[PredictedSpeed], level: float) -> str:
     """Return the best draft lengths, and the first speedup among them, in one sentence."""
-    from simulator.aggregate.advice import in_words
-
     gain = ""
     if (first := next((row for row in rows if row.k), None)) is not None:
         span = first.speedup
@@ -375,10 +370,6 @@ def recommend(
     Two runs suffice for a first answer: one without speculation and one with. More runs, at other
     concurrencies and draft lengths, narrow the intervals. The last line is a command to paste.
     """
-    from simulator.aggregate.advice import choices, concurrencies, next_runs
-    from simulator.tune.launch import TARGET, NamedDrafter, launch_line, setting
-    from simulator.tune.settings import about_batches
-
     if not bench:
         if metrics:
             raise DraftsimError(
@@ -432,9 +423,6 @@ def recommend(
         )
     note(suggestion.said)
     if out is not None:
-        from simulator.tune.settings import laid_out
-        from traces.store.writing import write_atomically
-
         write_atomically(out, f"{laid_out(document)}\n".encode())
         note(f"wrote {out}")
     note(line, whole=True)
@@ -450,8 +438,6 @@ def _within_tpot(
     """
     if slo is None:
         return rows
-    from simulator.targets import parse_targets
-
     targets = parse_targets(slo, share=False)
     if math.isfinite(targets.ttft_s):
         raise DraftsimError(
@@ -493,8 +479,6 @@ def _one_length(rows: Sequence[PredictedSpeed]) -> str:
 def _remarks_on(
     server: ServerFit, rows: Sequence[PredictedSpeed], suggestions: Sequence[Suggestion]
 ) -> list[str]:
-    from simulator.aggregate.advice import SURE
-
     lines = [*contradictions(server), *untold_gains(server)]
     open_ = [str(row.batch) for row in rows if row.k and 1 - SURE < row.faster < SURE]
     if open_:

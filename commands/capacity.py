@@ -23,6 +23,12 @@ from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import Shown, rows_file
 from policies.registry import is_bound
+from simulator.capacity import plan
+from simulator.loads import prepared
+from simulator.serving import Scenario
+from simulator.serving.routers import parse_router
+from simulator.targets import Targets, parse_targets
+from simulator.unmeasured import said_served
 from traces.aliases import Row
 from traces.digits import counted
 from traces.store.writing import only_writer
@@ -76,12 +82,6 @@ def capacity(
     With --out an interrupted plan continues where it stopped; until the end, FILE.jsonl holds the
     finished part.
     """
-    from simulator.capacity import plan
-    from simulator.loads import prepared
-    from simulator.serving import Scenario
-    from simulator.serving.routers import parse_router
-    from simulator.targets import parse_targets
-
     recording = inputs.load(chooses="capacity", plain=policies.plain, sizes=load.drawn_sizes)
     rate, offered = load.planned(recording)
     base = Scenario(
@@ -177,9 +177,6 @@ def _replicas(count: int, one: str = "", more: str = "") -> str:
 
 def remarks(rows: Sequence[Row]) -> list[str]:
     """Return the comparison in words, and what a reader of the table should know."""
-    from simulator.targets import Targets
-    from simulator.unmeasured import said_served
-
     first = rows[0]
     targets = Targets(first["ttft_target_s"], first["tpot_target_s"])
     plain = next((r for r in rows if r["policy"] == "autoregressive"), None)

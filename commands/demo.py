@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
 from commands.common.drafted import load_recording
 from commands.common.output import JsonOption, emit, note, say_drawn
 from commands.common.quiet import columns_shown
+from commands.profile.recording import RecordingJob, run_profile
+from commands.simulate.table import headline, print_ranked
 from commands.validate.flow import CheckedPair
 from commands.validate.spot_check import SpotCheck, say_verdict
-
-if TYPE_CHECKING:
-    from simulator.whatif.ranking import Ranking
-    from traces.acceptance.trace import Trace
+from profiler.recording.run import BUNDLED, RunInfo, claimed, only_writer
+from simulator.whatif.ranking import Ranking, rank, ranked_rows
+from traces.acceptance.trace import Trace
+from traces.store.engine_runs import read_measured
+from traces.store.files import CHECKED, read_latency, read_trace
+from traces.store.writing import write_atomically
 
 
 class Size(NamedTuple):
@@ -66,12 +70,7 @@ def demo(
     )  # fmt: skip
     _profiled(out, size)
 
-    # No torch is needed for the first answer.
-    from commands.simulate.table import print_ranked
-    from profiler.recording.run import only_writer
     from simulator.plots.recording import save_all
-    from simulator.whatif.ranking import rank, ranked_rows
-    from traces.store.files import read_latency, read_trace
 
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
     ranking = rank(trace, latency, None, say=note)
@@ -96,9 +95,6 @@ def demo(
 
 def say_recorded() -> None:
     """Say which policy is fastest on the machine that the bundled recording is of."""
-    from commands.simulate.table import headline
-    from simulator.whatif.ranking import rank, ranked_rows
-
     recording = load_recording("bundled", None)
     trace, latency = recording.trace, recording.latency
     rows = ranked_rows(rank(trace, latency, None, say=note), latency, trace)
@@ -107,11 +103,9 @@ def say_recorded() -> None:
 
 def _profiled(out: Path, size: Size) -> None:
     """Record and measure the bundled pair into the folder `out`."""
-    from commands.profile.recording import RecordingJob, run_profile
     from profiler.checks.interleaved import PLACE
     from profiler.latency.table import Grid
     from profiler.profile import Settings
-    from profiler.recording.run import BUNDLED, RunInfo, claimed, only_writer
 
     note(
         f"now the same pair here: {size.prompts} prompts of up to {size.tokens} tokens are "
@@ -132,9 +126,6 @@ def _profiled(out: Path, size: Size) -> None:
 def _page(out: Path, trace: Trace, ranking: Ranking) -> Path:
     """Write the report of a demo: its predictions are from latencies measured during the runs."""
     from simulator.report.data import render, report_data
-    from traces.store.engine_runs import read_measured
-    from traces.store.files import CHECKED, read_latency
-    from traces.store.writing import write_atomically
 
     data = report_data(
         trace, read_latency(out / CHECKED), ranking.logs, notes=ranking.notes,

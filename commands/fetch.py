@@ -8,6 +8,7 @@ import typer
 
 from commands.common.output import note
 from commands.common.progress import working
+from profiler.fetched.places import SETS, SMOLLM2
 from traces.errors import DraftsimError
 
 
@@ -27,7 +28,6 @@ def fetch(
     the command is repeated.
     """
     from profiler.fetched import fetch as fetched
-    from profiler.fetched.places import SETS, SMOLLM2
 
     if name not in SETS:
         raise DraftsimError(f"{name!r} is not known: known are {' and '.join(SETS)}")

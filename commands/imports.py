@@ -12,6 +12,8 @@ from commands.common.output import JsonOption, emit, note, placed_recording, pla
 from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.written import TABLES
+from simulator.aggregate.acceptance import emitted_rows
+from simulator.aggregate.positions import of_totals, reservation
 from traces.acceptance.trace import UNKNOWN, Trace
 from traces.digits import counted
 from traces.errors import DraftsimError
@@ -137,8 +139,6 @@ def _trace(trace: Trace, out: Path) -> Rows:
 
 
 def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> None:
-    from simulator.aggregate.positions import reservation
-
     rows = totals.rows()
     summary = {
         "format": form, "rounds": totals.rounds, "drafted": totals.drafted,
@@ -179,9 +179,6 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
 
 def _lengths(totals: Totals) -> list[dict[str, Any]]:
     """Return tokens a round by draft length with intervals; none if the counts tell none."""
-    from simulator.aggregate.acceptance import emitted_rows
-    from simulator.aggregate.positions import of_totals
-
     if totals.tree or not totals.fixed_length or not totals.reach:
         return []
     return emitted_rows(of_totals("", totals).known)

@@ -10,8 +10,13 @@ import typer
 from commands.common.drafted import load_recording
 from commands.common.options import TraceOption
 from commands.common.output import note, placed_as, placed_recording
+from policies.rules.memory import OnlineCorrectionMemory
+from simulator.chosen import load_policies
 from traces.errors import DraftsimError
+from traces.replay.corrections import calibrated, split_requests
+from traces.store.files import write_trace
 from traces.store.recordings import DEFAULT_TRACE
+from traces.store.writing import write_atomically
 
 
 def calibrate_memory(
@@ -48,12 +53,6 @@ def calibrate_memory(
     Prompts are read in the order of the trace, which decides the pairs that a bounded memory keeps.
     With --split below 1 the memory can be tried on prompts that it has not seen (--rest).
     """
-    from policies.rules.memory import OnlineCorrectionMemory
-    from simulator.chosen import load_policies
-    from traces.replay.corrections import calibrated, split_requests
-    from traces.store.files import write_trace
-    from traces.store.writing import write_atomically
-
     if not 0 < split <= 1:
         raise DraftsimError(f"--split is {split:g}, expected above 0 and at most 1")
     recording = load_recording(trace, None, by_ratio=True, one=False)

@@ -8,8 +8,9 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import pandas as pd
 import typer
 
 from commands.common.options import Inputs, Recorded, TraceOption
@@ -17,17 +18,23 @@ from commands.common.output import JsonOption, OutOption, emit, note
 from commands.common.printed import cell_text
 from commands.common.progress import working
 from commands.common.written import Shown
+from simulator.check import run_checks
+from simulator.executors import results_of
+from simulator.papers.compare import side_by_side
+from simulator.papers.measured import measured_rows
+from simulator.papers.measured.rows import by_study, notes_on
+from simulator.papers.ours import Ours, Row
+from simulator.published import CONTRADICTIONS, SOURCES
+from traces.acceptance.sampling import Sampling
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.store.recordings import PAPERS_TRACE
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from simulator.papers.ours import Row
-    from traces.acceptance.sampling import Sampling
-    from traces.acceptance.trace import Trace
-    from traces.sources.recording import Recordings
-
+from traces.sources.early_exit import EarlyExit
+from traces.sources.found import find_recordings, read_recordings
+from traces.sources.recording import Recordings
+from traces.store.files import read_trace
+from traces.store.identity import check_folder
+from traces.store.outputs import find_runs, read_run
+from traces.store.recordings import PAPERS_TRACE, SAMPLED, folder_of, pair_of
 
 TableOption = Annotated[
     str | None,
@@ -74,15 +81,6 @@ def tables(
     same experiment on our pair, or a cell that needs the paper's weights. Notes say where a paper
     contradicts itself.
     """
-    from simulator.executors import results_of
-    from simulator.papers.compare import side_by_side
-    from simulator.papers.ours import Ours
-    from simulator.published import CONTRADICTIONS
-    from traces.sources.found import read_recordings
-    from traces.store.identity import check_folder
-    from traces.store.outputs import find_runs, read_run
-    from traces.store.recordings import folder_of
-
     recording = inputs.load()
     if recording.source is not None:
         raise DraftsimError(
@@ -151,11 +149,6 @@ def sampled_runs(
     folders next to its own.  Raises DraftsimError if a named one holds no sampled outputs, or those
     of another pair.
     """
-    from traces.sources.early_exit import EarlyExit
-    from traces.sources.found import find_recordings
-    from traces.store.files import read_trace
-    from traces.store.recordings import SAMPLED, pair_of
-
     for run in named or ():
         if not (run / SAMPLED).is_file():
             raise DraftsimError(
@@ -204,10 +197,6 @@ def measured(
     A row is a study: what part of it was given, the error of the rest, and how often the side of 1x
     and the ranking are right. --out and --json hold every measurement.
     """
-    from simulator.papers.measured import measured_rows
-    from simulator.papers.measured.rows import by_study, notes_on
-    from simulator.published import SOURCES
-
     with working("predicting public measurements"):
         rows = measured_rows(logs, table or "")
     if not rows:
@@ -299,8 +288,6 @@ def check(
     Rows that begin with "recorded" compare the i.i.d. formulas with a real recording. They show
     the error of those formulas and never fail the command.
     """
-    from simulator.check import run_checks
-
     recording = inputs.load()
     table = inputs.priced(recording)
     with working("simulating the closed forms"):

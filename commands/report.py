@@ -12,8 +12,15 @@ from commands.common import options
 from commands.common.drafted import load_recording
 from commands.common.output import note, placed_as, remark, say_remarks, waiting_remarks
 from commands.common.progress import working
+from commands.simulate.table import headline
+from simulator.hardware.scaling import said_calibrate
+from simulator.predict import compare, split_asked
+from simulator.pricing import always_drafted
 from traces.errors import DraftsimError
-from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
+from traces.replay.calls import drafting_always, passes_always
+from traces.store.engine_runs import read_measured
+from traces.store.recordings import BUNDLED, DEFAULT_TRACE, TRACE_VARIABLE, trace_folder
+from traces.store.writing import write_atomically
 
 
 def report(
@@ -45,14 +52,7 @@ def report(
 
     The page ranks the same policies and named methods as `simulate`, and recommends the same one.
     """
-    from commands.simulate.table import headline
-    from simulator.hardware.scaling import said_calibrate
-    from simulator.predict import compare, split_asked
-    from simulator.pricing import always_drafted
     from simulator.report.data import against_fixed, carried_spans, names_of, render, report_data
-    from traces.replay.calls import drafting_always, passes_always
-    from traces.store.engine_runs import read_measured
-    from traces.store.writing import write_atomically
 
     recording = load_recording(run, latency, source, chooses="the report", gpu=gpu, weights=weights)
     if recording.trace.drafts_end:
@@ -108,10 +108,7 @@ def report(
 
 def measured_file(run: str) -> Path | None:
     """Return the measured times recorded with the trace of a run folder or recording, if any."""
-    from traces.store.recordings import BUNDLED as FOLDER
-    from traces.store.recordings import trace_folder
-
-    for folder in (FOLDER / run, Path(run)):
+    for folder in (BUNDLED / run, Path(run)):
         if (trace_folder(folder) / "trace.parquet").is_file():
             file = folder / "measured.parquet"
             if not (file.exists() or file.is_symlink()):

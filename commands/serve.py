@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -26,18 +26,31 @@ from commands.common.output import (
 from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
 from commands.common.written import TABLES, Shown, rows_file, write_rows
+from simulator.bootstrap import Interval
+from simulator.executors import Executor
+from simulator.loads import prepared
+from simulator.recording import Recording
+from simulator.serving import ClosedLoop, Router, Scenario, Timeline, break_even_load, sweep
+from simulator.serving.outcome.report import joined_coverage
+from simulator.serving.outcome.results import flat, read_results, restored, write_table
+from simulator.serving.routers import parse_router
+from simulator.serving.scenario import parse_mode
+from simulator.serving.study import against_measured, limits_met, over_loads
+from simulator.targets import Targets, parse_targets, parse_time
+from simulator.tune.gains import (
+    UNDRAFTED,
+    Leader,
+    best_within,
+    goodputs,
+    interval_over_prompts,
+    is_closed,
+    leaders,
+)
+from simulator.unmeasured import said_free
+from traces.aliases import Row
 from traces.digits import counted, three_digits
 from traces.errors import DraftsimError
 from traces.store.writing import only_writer
-
-if TYPE_CHECKING:
-    from simulator.bootstrap import Interval
-    from simulator.executors import Executor
-    from simulator.recording import Recording
-    from simulator.serving import Router, Scenario
-    from simulator.targets import Targets
-    from simulator.tune.gains import Leader
-    from traces.aliases import Row
 
 MEAN = "(mean end-to-end latency)"
 UNFINISHED = "too few requests finish after the warm-up to compare policies"
@@ -168,12 +181,6 @@ def serve(
     A request of an arrivals file keeps the file's lengths and replays a recorded sequence of
     about its output length; such rows, and those with --prompt or --output, are approximate.
     """
-    from simulator.loads import prepared
-    from simulator.serving import ClosedLoop, Scenario, Timeline, sweep
-    from simulator.serving.scenario import parse_mode
-    from simulator.serving.study import against_measured, over_loads
-    from simulator.tune.gains import interval_over_prompts
-
     recording = inputs.load(plain=settings is None and policies.plain, sizes=loads.drawn_sizes)
     batching, sharing = parse_mode(mode)
     if interference is not None and ":" in mode:
@@ -258,8 +265,6 @@ def where(
 
 def _router(count: str, name: str | None) -> Router:
     """Return the router called `name`; DraftsimError if there is nothing to be routed."""
-    from simulator.serving.routers import parse_router
-
     if name is not None and count == "1":
         raise DraftsimError("a router chooses among replicas: give --replicas 2 or more")
     return parse_router("round-robin" if name is None else name)
@@ -267,8 +272,6 @@ def _router(count: str, name: str | None) -> Router:
 
 def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> Targets:
     """Return the targets named, or those that bound nothing."""
-    from simulator.targets import Targets, parse_targets, parse_time
-
     if slo is None:
         each = ((ttft, "--ttft"), (tpot, "--tpot"))
         ttft_s, tpot_s = (
@@ -289,8 +292,6 @@ def kept(
     Lines of the rows that are finished stay then: the same command goes on with them.  ``caption``
     is that of a LaTeX table.
     """
-    from simulator.serving.outcome.results import read_results, restored
-
     table = out if out is not None and out.suffix in TABLES else None
     lines = rows_file(out)
     with only_writer(table) if table is not None else nullcontext():
@@ -326,8 +327,6 @@ def write_as(
     complete: bool = True,
 ) -> None:  # fmt: skip
     """Write rows as the table that the suffix names; only Parquet says if they are complete."""
-    from simulator.serving.outcome.results import flat, write_table
-
     if path.suffix == ".parquet":
         write_table(rows, path, meta, complete)
     else:
@@ -367,8 +366,6 @@ def headline(rows: Sequence[Row], interval: Callable[[Leader], Interval | None])
 
     ``interval`` is asked for the 95% interval of the policies that the sentence names.
     """
-    from simulator.tune.gains import is_closed, leaders
-
     found, closed = leaders(rows), is_closed(rows)
     unit = "tokens/s" if closed else "speed end to end"
 
@@ -404,8 +401,6 @@ def within_slo(rows: Sequence[Row]) -> str:
 
     Empty if there is nothing to compare.
     """
-    from simulator.tune.gains import best_within, goodputs, is_closed
-
     found, closed = goodputs(rows), is_closed(rows)
     said = []
     for load, pair in [*found.items()][:4]:
@@ -463,17 +458,12 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def remarks(rows: Sequence[Row]) -> list[str]:
     """Return remarks on the table: overload, refusals, guesses, break-even loads."""
-    from simulator.serving.study import limits_met
-    from simulator.unmeasured import said_free
-
     said = [*limits_met(rows), *guesses(rows)]
     return said + said_free(what for r in rows for what in r["unpriced"]) + _break_even(rows)
 
 
 def guesses(rows: Sequence[Row]) -> list[str]:
     """Return how much was read between the measured sizes, and what beyond them."""
-    from simulator.serving.outcome.report import joined_coverage
-
     entries = joined_coverage([entry for row in rows for entry in row["coverage"]])
     outside = [e for e in entries if e["origin"] == "extrapolated"]
     said = [
@@ -509,9 +499,6 @@ def _span(ends: Sequence[float]) -> str:
 
 
 def _break_even(rows: Sequence[Row]) -> list[str]:
-    from simulator.serving import break_even_load
-    from simulator.tune.gains import UNDRAFTED
-
     said: list[str] = []
     plain: dict[float, float] = {}
     drafting: dict[str, dict[float, float]] = {}

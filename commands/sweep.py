@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import pandas as pd
 import typer
 
 from commands.common import options
@@ -28,16 +29,21 @@ from commands.common.printed import print_table
 from commands.common.progress import progress_bar, working
 from commands.common.written import BEGINS, TABLES, Shown, check_place, write_rows
 from policies.registry import NO_SPECULATION, is_bound
+from simulator.chosen import load_policies, named, say_unfitted
+from simulator.recording import Recording
+from simulator.unmeasured import said_free
+from simulator.whatif.axes import axis_settings, expand, number, parse_axis, search_space
+from simulator.whatif.breakeven import VARYING, fastest, overview, some_points, thresholds
+from simulator.whatif.cells import Prices, carried_words
+from simulator.whatif.grid import Axes, answer, grid_sweep, said_assumed
+from simulator.whatif.ladder import ladder as climb
+from simulator.whatif.sweep import thresholds_path, write_thresholds
+from simulator.whatif.tuning import tuned_rows
 from traces.digits import three_digits
 from traces.errors import FileError
+from traces.latency.table import BATCH_FREE_SAID
 from traces.store.parquet import kind_of
 from traces.store.writing import is_device
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from simulator.recording import Recording
-    from simulator.whatif.cells import Prices
 
 SHOWN = (
     "gpu", "scaled", "scale_error", "fit_error", "policy", "points", "mean_speedup", "carried_lo",
@@ -138,12 +144,6 @@ def grid(
     not swept. The second table says where each policy stops giving a speedup. Above batch 1 at most
     30 resamples are drawn.
     """
-    from simulator.whatif.axes import axis_settings, number, parse_axis
-    from simulator.whatif.breakeven import fastest, overview, thresholds
-    from simulator.whatif.grid import Axes, answer, grid_sweep
-    from simulator.whatif.sweep import thresholds_path, write_thresholds
-    from traces.latency.table import BATCH_FREE_SAID
-
     table_at = ends_at = None
     if out is not None:
         table_at = out.with_suffix(".parquet") if out.suffix in TABLES else out
@@ -244,7 +244,6 @@ def _draw(
     """
     from simulator.plots.look import save_all_kinds
     from simulator.plots.whatif import NOTHING, figures, tables_of
-    from simulator.whatif.grid import said_assumed
 
     drawn = figures(rows)
     if not drawn:
@@ -267,8 +266,6 @@ def titled(recording: Recording, prices: Prices, gpu: str | None = None) -> str:
 
     ``gpu``: only this one of them.
     """
-    from simulator.whatif.cells import carried_words
-
     own = [at for at in prices.tables if gpu in (None, at.gpu)]
     said = ", ".join([recording.said, *carried_words(own)])
     both = len(prices.ratios) and prices.latencies and gpu is None
@@ -296,11 +293,6 @@ def tune(
 
     Rows are no speculation, then of every --policy the best setting and the default.
     """
-    from simulator.chosen import load_policies, say_unfitted
-    from simulator.unmeasured import said_free
-    from simulator.whatif.axes import search_space
-    from simulator.whatif.tuning import tuned_rows
-
     recording = inputs.load(chooses="sweep")
     table, trace, texts = inputs.priced(recording), recording.trace, policy or []
     with working("searching settings"):
@@ -339,12 +331,8 @@ def ladder(
     judged on the others. They are by default those whose signals were recorded. `share` is the
     share of the oracle's gain that a policy reaches.
     """
-    from simulator.chosen import load_policies, named, say_unfitted
     from simulator.plots.look import save_all_kinds
     from simulator.plots.whatif import plot_ladder
-    from simulator.unmeasured import said_free
-    from simulator.whatif.axes import expand
-    from simulator.whatif.ladder import ladder as climb
 
     recording = inputs.load(chooses="sweep")
     table, trace, chosen = inputs.priced(recording), recording.trace, None
@@ -392,8 +380,6 @@ def headline(best: pd.DataFrame) -> str:
     axes the winners are counted, and the largest speedup is named. In brackets are the speedups
     and the ends of their 95% intervals.
     """
-    from simulator.whatif.breakeven import VARYING
-
     axes = [n for n in ("alpha_asked", *VARYING[1:]) if best[n].nunique(dropna=False) > 1]
     if best.empty:
         return "nothing was swept but the oracle"
@@ -443,8 +429,6 @@ def _along(axis: str, values: list[object]) -> str:
 
 def print_thresholds(rows: pd.DataFrame, path: Path | None) -> None:
     """Print the table of `simulator.whatif.breakeven`, or some of its points; `path` has all."""
-    from simulator.whatif.breakeven import VARYING, some_points
-
     if rows.empty:
         return
     shown = some_points(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -14,15 +14,27 @@ from commands.common.options import CarriedInputs, Graphs, batch_sizes
 from commands.common.output import JsonOption, emit, note, placed_as, remark, say_launch
 from commands.common.printed import print_table
 from commands.common.progress import working
+from commands.engine.check import TRIED, WITH_DEFAULTS, check_trial, say_tried, try_settings
 from commands.engine.options import DefaultsOption
+from simulator.hardware.scaling import bounds_of, said_calibrate
+from simulator.pricing import extras_of, missing_parts
+from simulator.serving.cost import EngineCost
+from simulator.targets import Targets, parse_targets
+from simulator.tune import launch
+from simulator.tune.costs import DEFAULT_LENGTHS
+from simulator.tune.gains import MISSED, ON
+from simulator.tune.launch import proposed_graphs
+from simulator.tune.search import Search
+from simulator.tune.served import check_seed, closed_load, compare_served, served_rates
+from simulator.tune.settings import Tuned, laid_out, write_settings
+from simulator.tune.single import ONE_REQUEST
+from simulator.unmeasured import said_free
+from traces.acceptance.trace import Trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError
-
-if TYPE_CHECKING:
-    from simulator.targets import Targets
-    from simulator.tune.settings import Tuned
-    from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
+from traces.latency.graphs import CUDAGraphs
+from traces.latency.table import LatencyTable
+from traces.store.operators import in_graphs
 
 SHOWN = (
     "batch", "context", "setting", "deploy", "served_tok_s", "gain", "gain_lo", "gain_hi",
@@ -154,15 +166,6 @@ def _tune(
     engine: str, inputs: CarriedInputs, graphs: Graphs, asked: Searched, trial: Trial | None = None
 ) -> None:
     """Search a setting, print and write it; with `trial`, serve with it in its engine."""
-    from simulator.hardware.scaling import bounds_of, said_calibrate
-    from simulator.targets import parse_targets
-    from simulator.tune import launch
-    from simulator.tune.costs import DEFAULT_LENGTHS
-    from simulator.tune.search import Search
-    from simulator.tune.settings import laid_out, write_settings
-    from simulator.tune.single import ONE_REQUEST
-    from simulator.unmeasured import said_free
-
     targets = None if asked.slo is None else parse_targets(asked.slo)
     recording = inputs.load(chooses="tune")
     launch.check_drafter(engine, recording)
@@ -179,8 +182,6 @@ def _tune(
     if asked.resamples is not None:
         common["draws"] = asked.resamples
     if trial is not None:
-        from commands.engine.check import check_trial
-
         longest = check_trial(table)
         common["lengths"] = [k for k in DEFAULT_LENGTHS if k <= longest]
 
@@ -221,8 +222,6 @@ def _tune(
         more["cudagraph_capture_sizes"] = captured
     tried = []
     if trial is not None:
-        from commands.engine.check import try_settings
-
         tried = more["tried"] = try_settings(
             table, recorded, tuned, trial.requests, trial.repeats, asked.seed, trial.defaults
         )
@@ -234,8 +233,6 @@ def _tune(
         printed=lambda: print_table(rows, _columns(rows), stderr=setting_out),
     )  # fmt: skip
     if trial is not None and tried:
-        from commands.engine.check import TRIED, WITH_DEFAULTS, say_tried
-
         if json is None:
             words = "Tried in vLLM; gains are over no speculation"
             print_table(
@@ -261,9 +258,6 @@ def _tune(
 
 def _unpriced(trace: Trace, table: LatencyTable, tuned: Tuned) -> list[str]:
     """Return what cost nothing in the search because `table` lacks its cells."""
-    from simulator.pricing import extras_of, missing_parts
-    from simulator.serving.cost import EngineCost
-
     extras = extras_of(tuned.policy.reads, sampling=trace.sampling)
     if any(row["served_tok_s"] is not None for row in tuned.rows):
         return EngineCost(table, extras).unpriced
@@ -275,10 +269,6 @@ def _captured(engine: str, tuned: Tuned, table: LatencyTable) -> list[int]:
 
     None where the latencies do not say the graphs of their engine.
     """
-    from simulator.tune.launch import proposed_graphs
-    from traces.latency.graphs import CUDAGraphs
-    from traces.store.operators import in_graphs
-
     graphs = proposed_graphs(tuned.document) if engine == "vllm" else None
     now = table.meta.get("captured")
     if graphs is None or not now:
@@ -316,8 +306,6 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
 
 def _headline(rows: list[dict[str, Any]]) -> str:
     """Return one sentence that says what to deploy."""
-    from simulator.tune.gains import MISSED, ON
-
     here: dict[int, dict[str, Any]] = {}
     for row in rows:  # of several contexts, all settings at a batch
         at = here.setdefault(row["batch"], {**row, "settings": {}})
@@ -366,9 +354,6 @@ def _check(
     there (that, or no speculation), which ``not_worse`` judges.  Where nothing meets the targets
     there is nothing to judge, and all are None.
     """
-    from simulator.tune.gains import MISSED
-    from simulator.tune.served import check_seed, closed_load, compare_served, served_rates
-
     batches = sorted({row["batch"] for row in rows if row["deploy"] != MISSED})
     loads = [closed_load(trace, b, slo, check_seed(seed), latency) for b in batches]
     policies = [tuned.policy_at(b) for b in batches]

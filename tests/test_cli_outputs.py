@@ -322,7 +322,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(
     def worked(*_: object, **__: object) -> None:
         raise AssertionError("it worked first")
 
-    monkeypatch.setattr("commands.common.drafted.load_recording", worked)
+    monkeypatch.setattr("commands.common.options.load_recording", worked)
     ran = run(*command.split(), "--out", tmp_path / out)
     assert said in ran.refusal
 

@@ -98,7 +98,7 @@ def test_a_rule_that_wins_is_decoded_as_it_is_fitted(
     )  # fmt: skip
     monkeypatch.setattr("commands.validate.spot_check.ARMS", ("fixed:gamma=4",))
     monkeypatch.setattr(
-        "simulator.whatif.ranking.fastest_for_real", lambda *_: found._replace(policy=short)
+        "commands.validate.spot_check.fastest_for_real", lambda *_: found._replace(policy=short)
     )
     ran = run("validate", "--run", small_run, "--repeats", 1, "--json", "-")
     assert [row["policy"] for row in ran.rows][1:3] == ["fixed:gamma=4", "rate-optimal"]

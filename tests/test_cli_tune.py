@@ -76,7 +76,7 @@ def test_what_served_faster_than_the_setting_is_named(
         found = compare_served(*given, **options)
         return found.assign(not_worse=False, rival="no speculation")
 
-    monkeypatch.setattr("simulator.tune.served.compare_served", lost)
+    monkeypatch.setattr("commands.tune.compare_served", lost)
     ran = run(
         "tune", "--engine", "vllm", "--trace", recorded.folder, "--batch", "1,4",
         "--resamples", "4", "--check",

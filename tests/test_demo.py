@@ -49,7 +49,7 @@ def test_the_recorded_machine_s_prediction_is_said_before_anything_is_run(
     def stopped(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("commands.profile.recording.run_profile", stopped)
+    monkeypatch.setattr("commands.demo.run_profile", stopped)
     ran = run("demo", "--out", tmp_path / "run")
     assert ran.code == 130
     first = ran.err.splitlines()[0]

@@ -85,7 +85,7 @@ def test_other_sources_have_their_wide_passes_measured(
 def test_latencies_by_themselves_are_measured_over_the_whole_grid(
     job: RecordingJob, measured: list[Grid], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.profile.sources.remeasure", lambda *_, **__: None)
+    monkeypatch.setattr("commands.profile.recording.remeasure", lambda *_, **__: None)
     run_profile(job)
     measure_latency(job.info, job.out, Settings(grid=WHOLE))
     assert measured.pop() == WHOLE

@@ -57,7 +57,7 @@ def test_code_is_run_when_asked_for_and_shown(
         asked.append(text)
         return judge(task, text)
 
-    monkeypatch.setattr(sandbox, "judge_code", counted)
+    monkeypatch.setattr("commands.profile.recording.judge_code", counted)
     assert run(*options, *RULE).code == 0
     [file] = find_runs(folder)
     recorded = read_run(file)

@@ -302,7 +302,7 @@ def test_what_was_decoded_is_kept_until_it_is_written(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("traces.store.outputs.write_run", full)
+        patch.setattr("commands.profile.recording.write_run", full)
         assert run(*command).code == 2
     opened.clear()
     assert "continues after 2 of 2 runs" in run(*command).ok().said

@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from commands.common.output import remark
 from policies.spec import assignments
+from traces.acceptance.trace import Trace
+from traces.aliases import Say
 from traces.digits import counted
 from traces.errors import DraftsimError, FileError
+from traces.latency.table import LatencyTable
+from traces.operators.devices import find_device
 from traces.store.identity import ROLES
+from traces.store.parquet import kind_of
 from traces.store.recordings import TRACE_VARIABLE, find_latency, folder_of, given_name
 
 if TYPE_CHECKING:
     from simulator.aggregate.positions import Positions
     from simulator.hardware.roofline import WeightFormat
     from simulator.recording import Recording
-    from traces.acceptance.trace import Trace
-    from traces.aliases import Say
-    from traces.latency.table import LatencyTable
 
 FORMS = (
     "numbers: 0.76,0.60,0.43 (chance that the first 1, 2, ... tokens are all accepted, as vLLM "
@@ -124,8 +126,6 @@ def latencies(names: Sequence[str]) -> dict[str, LatencyTable]:
     A table of the GPU suite, which holds many pairs and modes, gives one table each, or the one
     that a suffix names (``FILE:PAIR/MODE``).
     """
-    from traces.store.parquet import kind_of
-
     found: dict[str, LatencyTable] = {}
     for name in names:
         path, _, chosen = name.rpartition(":")
@@ -178,8 +178,6 @@ def _by_pair(table: LatencyTable) -> dict[str, LatencyTable]:
 
 def gpu_names(text: str | None) -> tuple[str, ...]:
     """Return the names of ``--gpu``; DraftsimError for one without a data-sheet entry."""
-    from traces.operators.devices import find_device
-
     names = [] if text is None else [part.strip() for part in text.split(",")]
     return tuple(dict.fromkeys(find_device(name).name for name in names))
 

@@ -11,16 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from commands.common.configured import MOST_BATCH, check_most
+from commands.common.drafted import load_recording
+from commands.common.output import remark
+from policies.registry import PLAIN
+from simulator.executors import Cluster, Executor, Local
+from simulator.whatif.axes import parse_axis
 from traces.errors import DraftsimError
+from traces.latency.graphs import CUDAGraphs
+from traces.latency.table import LatencyTable
+from traces.operators import compose
+from traces.replay.calls import drafting_always
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE, Defaulted
 
 if TYPE_CHECKING:
-    from simulator.executors import Executor
     from simulator.recording import Recording
     from simulator.serving import Limits
     from simulator.serving.arrivals import ArrivalFile, AtRate
-    from traces.latency.graphs import CUDAGraphs
-    from traces.latency.table import LatencyTable
 
 
 def as_named(context: typer.Context, param: typer.CallbackParam, value: str) -> str:
@@ -183,8 +189,6 @@ class Recorded:
 
     def load(self, **how: Any) -> Recording:
         """Return the recording (`commands.common.drafted.load_recording`, with its options)."""
-        from commands.common.drafted import load_recording
-
         given = {**vars(self), **how}
         given.pop("always_draft", None)  # of a price, see `Inputs.priced`
         return load_recording(given.pop("trace"), **given)
@@ -201,8 +205,6 @@ class Inputs(Recorded):
 
     def priced(self, recording: Recording, largest: int = 1) -> LatencyTable:
         """Return the table that prices batches up to `largest`, with the passes always drafted."""
-        from traces.replay.calls import drafting_always
-
         return drafting_always(recording.priced(largest), self.always_draft)
 
 
@@ -252,8 +254,6 @@ class Policies:
     @property
     def plain(self) -> bool:
         """True if plain decoding alone is named."""
-        from policies.registry import PLAIN
-
         return set(self.policy or ()) == {PLAIN}
 
 
@@ -281,8 +281,6 @@ class Graphs:
     @property
     def graphs(self) -> CUDAGraphs | None:
         """The graphs named, if any; DraftsimError for sizes and modes that are none."""
-        from traces.latency.graphs import CUDAGraphs
-
         sizes, mode = self.cudagraph_capture_sizes, self.cudagraph_mode
         return None if sizes is None and mode is None else CUDAGraphs.parsed(sizes, mode)
 
@@ -450,29 +448,24 @@ def blocks_of(text: str | None, table: LatencyTable) -> int | None:
 
     Raises DraftsimError if it is no number, or the table does not say what GPU and models it is of.
     """
-    from commands.common.output import remark
-    from traces.operators.compose import UTILISATION, kv_blocks
-
     if text is None:
         return None
     kind, _, share = text.partition(":")
     try:
         if kind != "auto":
             return int(text)
-        utilisation = float(share) if share else UTILISATION
+        utilisation = float(share) if share else compose.UTILISATION
     except ValueError:
         raise DraftsimError(
             f"--kv-blocks is {text!r}, expected a whole number or auto[:UTILISATION]"
         ) from None
-    found = kv_blocks(table.meta, utilisation)
+    found = compose.kv_blocks(table.meta, utilisation)
     remark(found.said)
     return found.blocks
 
 
 def chosen_executor(jobs: int | None, cluster: str | None) -> Executor:
     """Return the executor that the options name; raises DraftsimError if they say two things."""
-    from simulator.executors import Cluster, Local
-
     if cluster is not None:
         if jobs is not None:
             raise DraftsimError("--jobs counts processes here, --cluster has its own: give one")
@@ -501,14 +494,10 @@ def batch_sizes(option: str, text: str, most: int = MOST_BATCH, least: int = 1) 
 
     Raises DraftsimError naming `option` if `text` is anything else.
     """
-    from simulator.whatif.axes import parse_axis
-
     name = option.removeprefix("--")
     return sorted(map(int, parse_axis(text, name, low=least, high=most, whole=True)))
 
 
 def rates(option: str, text: str) -> list[float]:
     """Return the rates or factors in `text`, likewise, within `RATES`."""
-    from simulator.whatif.axes import parse_axis
-
     return list(parse_axis(text, option.removeprefix("--"), low=RATES[0], high=RATES[1]))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
@@ -25,12 +25,11 @@ from commands.common.written import (
     document,
     write_rows,
 )
+from simulator.pricing import extras_of, missing_parts
+from traces.acceptance.sampling import Sampling
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
 from traces.store.writing import write_atomically
-
-if TYPE_CHECKING:
-    from traces.acceptance.sampling import Sampling
-    from traces.latency.table import LatencyTable
-    from traces.replay.rounds import RoundLog
 
 
 def placed_as(*begins: bytes, recording: bool = False) -> Callable[[Path | None], Path | None]:
@@ -273,8 +272,6 @@ def say_unjudged(latency: LatencyTable) -> None:
 
 def say_undrawn(latency: LatencyTable, sampling: Sampling) -> None:
     """Note where the table has no time for the draws of outputs that were sampled so."""
-    from simulator.pricing import extras_of, missing_parts
-
     if "sampling" in missing_parts(latency, extras_of(sampling=sampling)):
         note(
             "the latencies hold no time for drawing and rejecting sampled tokens, so predictions "

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from commands.common.output import note, remark
 from traces.digits import counted
+from traces.latency.table import LatencyTable
 from traces.machine import BUSY, State, describe_machine, differ, machine_label, slowdown
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from traces.latency.table import LatencyTable
+from traces.store.outputs import Divergence
 
 AGAIN = "measure the latencies again with `draftsim profile latency`"
 
@@ -74,8 +73,6 @@ def say_disturbed(latency: LatencyTable) -> None:
 
 def say_texts(rows: Sequence[Mapping[Any, Any]]) -> None:
     """Say which texts diverged, what is not compared, and whether rounding can have done it."""
-    from traces.store.outputs import Divergence
-
     found = [
         (Divergence(**{k: one[k] for k in Divergence._fields}), _policy(row))
         for row in rows

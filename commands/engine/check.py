@@ -19,22 +19,41 @@ import numpy as np
 from commands.common.output import note, say_launch
 from commands.common.progress import progress_bar, working
 from commands.engine.options import named_loads
-from policies.registry import NO_SPECULATION, PLAIN
+from policies.from_file import Cut, said_cut
+from policies.registry import NO_SPECULATION, PLAIN, parse_serving_policy
+from profiler.engines.engine import Engine, EngineKind, EngineOptions, find_engine
+from profiler.engines.session import policy_from
+from profiler.recording.run import digest_of
+from simulator.chosen import FITTED, every_policy, fitted_as_asked, is_unfitted
+from simulator.engines import (
+    Workload,
+    batches_decoded,
+    row_of_load,
+    simulated_rounds,
+    with_defaults,
+    with_profile_errors,
+    with_speedups,
+)
+from simulator.serving import Limits, simulate
+from simulator.serving.run import lookahead_of
+from simulator.serving.scenario import Scenario
+from simulator.tune.costs import longest_draft
+from simulator.tune.launch import launch_line
+from simulator.tune.served import rivals
+from simulator.tune.settings import Tuned
 from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError
-from traces.latency.table import graphs_of
+from traces.latency.table import LatencyTable, graphs_of
+from traces.sources.registry import parse_source
+from traces.sources.starts.parallel import Parallel
+from traces.store.checkpoint import Checkpoint
+from traces.store.engine_runs import Apart
+from traces.store.identity import identity
 
 if TYPE_CHECKING:
     from profiler.engines.cells import EngineGrid
-    from profiler.engines.engine import Engine, EngineKind, EngineOptions
     from profiler.engines.measure import EngineTable
-    from simulator.engines import Workload
-    from simulator.serving.scenario import Scenario
-    from simulator.tune.settings import Tuned
-    from traces.latency.table import LatencyTable
-    from traces.store.checkpoint import Checkpoint
-    from traces.store.engine_runs import Apart
 
 OFTEN, NEAR = 0.1, 0.15
 """Share of a load's steps from which the batch that decodes in them is measured itself, and the
@@ -56,7 +75,6 @@ def compare_loads(
     from profiler.engines.drafts import Forced
     from profiler.engines.loads import run_loads
     from profiler.engines.texts import own_texts, policy_runs, prompts_of, texts_once
-    from simulator.engines import row_of_load, with_profile_errors, with_speedups
 
     trace, chosen = work.trace, work.policies
     prompts = prompts_of(trace, engine.vocabulary, work.seed, work.sequences)
@@ -100,8 +118,6 @@ def _bar() -> Iterator[Callable[[float], None]]:
 
 def scenarios_in(engine: Any, work: Workload) -> dict[str, Scenario]:
     """Return the simulated loads, within the limits of an engine."""
-    from simulator.serving import Limits
-
     options = engine.options
     limits = Limits(
         options.max_batch, options.token_budget, kv_blocks=engine.blocks,
@@ -118,9 +134,6 @@ def check_key(engine: Any, latency: LatencyTable, work: Workload, **more: Any) -
     """
     from profiler.checks.interleaved import version
     from profiler.engines.texts import prompts_of
-    from profiler.recording.run import digest_of
-    from simulator.engines import simulated_rounds
-    from traces.store.identity import identity
 
     trace, scenarios = work.trace, scenarios_in(engine, work)
     prompts = prompts_of(trace, engine.vocabulary, work.seed, work.sequences)
@@ -147,8 +160,6 @@ def policies_predicted(latency: LatencyTable, work: Workload, longest: int) -> l
 
     A note names those that would not run otherwise.
     """
-    from simulator.serving import Limits, simulate
-
     trace = work.trace
     lengths = (f"fixed:gamma={g}" for g in range(1, min(longest, trace.max_gamma or longest) + 1))
     usual = [text for text in USUAL if _can_run(text, trace, longest)]
@@ -174,8 +185,6 @@ def grid_of(options: EngineOptions, work: Workload, latency: LatencyTable) -> En
     iteration.  ``latency`` is the profile of the engine, which tells its CUDA graphs.
     """
     from profiler.engines.cells import EngineGrid
-    from simulator.engines import batches_decoded
-    from simulator.serving.run import lookahead_of
 
     requests, base = work.trace.requests, EngineGrid()
     jobs = [job for demand in work.demands.values() for job in demand.jobs]
@@ -226,8 +235,6 @@ def often(loads: Iterable[Counter[int]]) -> list[int]:
 
 def engine_options(latency: LatencyTable, trace: Trace, kind: EngineKind) -> EngineOptions:
     """Return the options that `latency` was measured with, with room for `trace`."""
-    from profiler.engines.engine import EngineOptions
-
     said: Mapping[str, Any] = latency.meta["engine"]
     room = max(r.prompt_length + r.tokens for r in trace.requests) + said["longest"] + 1
     drafter = {} if latency.meta.get("draft") is None else {
@@ -254,11 +261,6 @@ def runnable(
     Raises DraftsimError for a policy that cannot run or drafts more than `longest` tokens, and for
     ``rate-optimal`` without `latency`, as in the processes of a server.
     """
-    from policies.from_file import Cut, said_cut
-    from profiler.engines.session import policy_from
-    from simulator.chosen import FITTED, every_policy, fitted_as_asked, is_unfitted
-    from simulator.serving.run import lookahead_of
-
     chosen: dict[str, Any] = {}
     recorded = trace.max_gamma or longest
     policies = list(policies)
@@ -294,9 +296,6 @@ def runnable(
 
 def _can_run(text: str, trace: Trace, longest: int) -> bool:
     """Return True if `longest` drafted tokens suffice and the recording holds the signals."""
-    from policies.registry import parse_serving_policy
-    from simulator.serving.run import lookahead_of
-
     policy = parse_serving_policy(text, max_gamma=min(longest, trace.max_gamma or longest))
     return set(policy.reads) <= trace.signals and lookahead_of(policy, trace) <= longest
 
@@ -343,9 +342,6 @@ def say_defaults(rows: Sequence[Mapping[str, Any]], apart: Apart, gain: str = "s
 
 def chances(text: str) -> list[float]:
     """Return the acceptance by position that ``--synthetic`` names; DraftsimError if impossible."""
-    from traces.sources.registry import parse_source
-    from traces.sources.starts.parallel import Parallel
-
     try:
         source = parse_source(f"parallel:acceptance=[{text}]")
     except ValueError as error:
@@ -360,8 +356,6 @@ def check_trial(latency: LatencyTable) -> int:
 
     Raises DraftsimError before anything is searched where it cannot.
     """
-    from profiler.engines.engine import find_engine
-
     if latency.meta.get("kind") != "engine" or "scaled" in latency.meta:
         raise DraftsimError(
             "`draftsim tune engine` starts the engine that the latencies were measured on: give "
@@ -379,9 +373,6 @@ def try_settings(
 
     With `defaults` the loads are also served by one with its own settings (`run_apart`).
     """
-    from profiler.engines.engine import find_engine
-    from simulator.engines import Workload, with_defaults
-
     kind = find_engine(ENGINE)
     options = engine_options(latency, trace, kind)
     if large := [row["batch"] for row in tuned.rows if row["batch"] > options.max_batch]:
@@ -409,9 +400,6 @@ def tried(
     was measured with, if any.  ``gain`` is the throughput over that of no speculation,
     ``gain_noise`` the part of its error that the repeats' scatter explains.
     """
-    from simulator.tune.costs import longest_draft
-    from simulator.tune.served import rivals
-
     longest = engine.options.longest
     chosen: dict[str, Any] = rivals(min(longest, longest_draft(work.trace) or longest))
     if tuned.document is not None:
@@ -430,8 +418,6 @@ def tried(
 
 def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyTable) -> None:
     """Print whether the setting is the best at each load, what was not tried, and how to launch."""
-    from simulator.tune.launch import launch_line
-
     for load in dict.fromkeys(row["load"] for row in rows):
         at = {row["policy"]: row["gain"] for row in rows if row["load"] == load}
         own = at.pop(TUNED, at[NO_SPECULATION])

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import typer
 
 from commands.common.options import as_named, batch_sizes, rates
+from profiler.engines.engine import EngineOptions, find_engine
+from simulator.serving import ArrivalFile, ArrivalTimes, ClosedLoop, Poisson
+from simulator.serving.arrivals import Arrivals
 from traces.errors import DraftsimError
 from traces.latency.table import ENGINE_MODES
 from traces.store.recordings import DEFAULT_TRACE, TRACE_VARIABLE
-
-if TYPE_CHECKING:
-    from profiler.engines.engine import EngineOptions
-    from simulator.serving.arrivals import Arrivals
 
 
 def _as_mode(value: str | None) -> str | None:
@@ -103,8 +102,6 @@ class MeasuredEngine:
         self, target: str, draft: str | None, eagle: str | None, dtype: str | None, threads: int
     ) -> EngineOptions:
         """Return how the engine is started."""
-        from profiler.engines.engine import EngineOptions, find_engine
-
         more = find_engine(self.engine).settings(
             self.async_scheduling, self.cudagraph_mode, self.prefix_caching
         )
@@ -197,8 +194,6 @@ def named_loads(
 
     Raises DraftsimError naming what is wrong with the options, or with the file.
     """
-    from simulator.serving import ArrivalFile, ArrivalTimes, ClosedLoop, Poisson
-
     kind, _, sizes = (load or ("" if rate or file else "closed:1,4,8,16")).partition(":")
     if load is not None and kind != "closed":
         raise DraftsimError(

@@ -6,26 +6,25 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commands.common.output import note
 from commands.common.progress import progress_bar
+from commands.engine.check import run_apart
 from commands.engine.options import named_loads
+from policies.lengths.basic import Autoregressive
 from profiler.engines.cells import SAMPLE, EngineGrid
 from profiler.engines.engine import EngineKind, EngineOptions, find_engine
 from profiler.engines.measure import EngineTable
+from simulator.engines import Workload, figures_of
+from simulator.serving import Limits, simulate
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.latency.table import UNIFORM, graphs_of
+from traces.latency.table import UNIFORM, LatencyTable, graphs_of
 from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import Apart, Speed
 from traces.store.files import write_latency
 from traces.store.parquet import read_meta
-
-if TYPE_CHECKING:
-    from simulator.engines import Workload
-    from traces.latency.table import LatencyTable
-
 
 REPEATS = 3
 """Runs of each load under the defaults."""
@@ -82,8 +81,6 @@ def profile_engine(
 
 def plain_load(load: str) -> Workload:
     """Return a closed loop of plain requests, ``closed:N``."""
-    from simulator.engines import Workload
-
     loads = named_loads(load)
     [loop] = loads.values()
     requests = max(4, loop.concurrency or 0)
@@ -93,8 +90,6 @@ def plain_load(load: str) -> Workload:
 
 def default_speeds(kind: EngineKind, options: EngineOptions) -> Apart:
     """Run closed loops of 1 and of all requests in an engine with its own defaults."""
-    from commands.engine.check import run_apart
-
     note("decoding without a drafter, in an engine with its own defaults")
     speeds: dict[str, Speed] = {}
     settings: Mapping[str, Any] = {}
@@ -111,10 +106,6 @@ def with_default_speeds(table: LatencyTable, plain: Apart) -> LatencyTable:
     Commands that price with the table print the remark: the baseline of their speedups is an engine
     with the profile's settings and no drafter.
     """
-    from policies.lengths.basic import Autoregressive
-    from simulator.engines import figures_of
-    from simulator.serving import Limits, simulate
-
     limits = Limits.of_engine(table)
     loads = {}
     for load, speed in plain.speeds.items():

@@ -19,12 +19,14 @@ from commands.profile.sources import (
     profile_sources,
     split_drafters,
 )
+from profiler.engines.engine import find_engine
+from profiler.recording.run import RunInfo, claimed, only_writer
+from traces.acceptance.sampling import Sampling
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from profiler.latency.table import Grid
     from profiler.profile import Settings
-    from profiler.recording.run import RunInfo
 
 RunOption = Annotated[Path, typer.Option(metavar="RUN", help="Folder for the recordings.")]
 TargetOption = Annotated[
@@ -58,8 +60,6 @@ class Models:
     @property
     def info(self) -> RunInfo:
         """The pair as its run folder names it."""
-        from profiler.recording.run import RunInfo
-
         return RunInfo(
             kept_name(self.target), kept_name(self.draft), self.device, self.dtype,
             self.threads if self.device == "cpu" else None,
@@ -145,7 +145,6 @@ class RecordedTexts:
     def settings(self, timing: TimedPasses) -> Settings:
         """Return the settings of a recording with these latencies."""
         from profiler.profile import Settings
-        from traces.acceptance.sampling import Sampling
 
         return Settings(
             self.max_new_tokens, timing.max_gamma, Sampling(self.temperature, self.top_p),
@@ -293,7 +292,6 @@ def latency(models: Models, timing: TimedPasses, out: RunOption) -> None:
     The recordings of the folder are kept, and its latencies are replaced.
     """
     from profiler.profile import Settings
-    from profiler.recording.run import claimed, only_writer
 
     settings = Settings(grid=timing.grid)
     with only_writer(out):
@@ -305,8 +303,6 @@ def signals(models: Models, out: RunOption) -> None:
 
     The draft model reads the recorded texts; nothing is decoded again.
     """
-    from profiler.recording.run import claimed, only_writer
-
     with only_writer(out):
         recording.add_signals(claimed(models.info, out), out)
 
@@ -326,12 +322,9 @@ def engine(
     """
     if engine.draft is not None and engine.engine_eagle is not None:
         raise DraftsimError("--draft and --eagle are two drafters: give one of them")
-    from profiler.engines.engine import find_engine
-
     find_engine(engine.engine).check_installed()  # before what needs torch, which comes with it
     engine.check_graphs()
     from commands.engine.profile import profile_engine
-    from profiler.recording.run import only_writer
 
     drafters = (engine.draft, engine.engine_eagle)
     draft, eagle = (None if name is None else kept_name(name) for name in drafters)
@@ -351,8 +344,6 @@ def _claimed(
 
     Raises DraftsimError if the folder is another pair's, or another process writes there.
     """
-    from profiler.recording.run import claimed, only_writer
-
     settings = texts.settings(timing)
     with only_writer(out):
         yield recording.RecordingJob(

@@ -10,18 +10,40 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commands.common.output import note, say_memory
 from commands.common.progress import clock, progress_bar
+from commands.profile.sources import remeasure
+from policies.from_file import file_of
+from policies.rules.context import CSD
+from policies.rules.memory import OnlineCorrectionMemory
+from profiler.checks.sandbox import judge_code
+from profiler.prompts import CodeTask, Prompt, chosen_of, prompts_held, read_prompts
+from profiler.recording.run import RunInfo, begin, is_done
+from simulator.chosen import load_policies, load_rule
+from simulator.papers.compare import REAL_RUNS
+from traces.acceptance.sampling import GREEDY
+from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, FileError
+from traces.replay.corrections import calibrated, split_requests
+from traces.sources.methods import Method, method, resolved
+from traces.sources.registry import DRAFT_MODEL
+from traces.store.files import read_trace, write_trace
+from traces.store.identity import check_together
+from traces.store.outputs import (
+    Output,
+    find_run,
+    find_runs,
+    quality_of_code,
+    read_run,
+    write_outputs,
+    write_run,
+)
+from traces.store.parquet import read_meta
 
 if TYPE_CHECKING:
     from profiler.checks.spot_check import PlannedPolicy
     from profiler.latency.table import Grid
     from profiler.models.loading import Pair
     from profiler.profile import Settings
-    from profiler.prompts import CodeTask, Prompt
-    from profiler.recording.run import RunInfo
-    from traces.acceptance.trace import Trace
-    from traces.store.outputs import Output
 
 
 SOURCES = ("*exits*", "*starts-*", "trees-*", "sampled")
@@ -48,8 +70,6 @@ class RecordingJob:
 
     def texts(self) -> list[Prompt]:
         """Return the prompts, read from their file."""
-        from profiler.prompts import read_prompts
-
         return read_prompts(self.prompts, self.limit, self.categories)
 
     @cached_property
@@ -75,11 +95,6 @@ def run_profile(recording: RecordingJob, force: bool = False, *, wide: bool = Fa
         profile_trace,
         trace_options,
     )
-    from profiler.prompts import prompts_held
-    from profiler.recording.run import begin, is_done
-    from traces.acceptance.sampling import GREEDY
-    from traces.store.files import read_trace
-    from traces.store.parquet import read_meta
 
     out, settings = recording.out, recording.settings
     texts, pair = recording.texts(), recording.pair
@@ -160,10 +175,8 @@ def measure_latency(
     Contexts are measured as far as the recording reaches, or up to ``max_context`` tokens if that
     is longer.  Raises DraftsimError if the folder holds no recording of greedy outputs.
     """
-    from commands.profile.sources import remeasure
     from profiler.latency.table import sizes_of
     from profiler.profile import fitted_grid, profile_latency
-    from traces.store.files import read_trace
 
     if not (out / "trace.parquet").is_file():
         raise DraftsimError(f"{out} holds no recording: make one with `draftsim profile pair`")
@@ -187,8 +200,6 @@ def add_signals(info: RunInfo, out: Path) -> None:
     Raises DraftsimError if it holds none, or the pair's weights are others than recorded.
     """
     from profiler.recording.trace import lacking, with_signals
-    from traces.store.files import read_trace, write_trace
-    from traces.store.identity import check_together
 
     paths = [path for name in ("trace", "sampled") if (path := out / f"{name}.parquet").is_file()]
     if not paths:
@@ -215,8 +226,6 @@ def complete(recording: RecordingJob, asked: Sequence[str], force: bool = False)
     the finished profile.
     """
     from profiler.profile import profile_trace
-    from profiler.prompts import prompts_held
-    from traces.store.files import read_trace
 
     out, drawn = recording.out, recording.settings.sampling
     if force or not all((out / f"{n}.parquet").is_file() for n in ("trace", "latency")):
@@ -296,9 +305,6 @@ def jobs(
     papers: bool,
 ) -> list[RunToRecord]:
     """Return the jobs that the options of `profile` ask for."""
-    from traces.sources.methods import method
-    from traces.sources.registry import DRAFT_MODEL
-
     wanted = [RunToRecord(policy, verify, split) for policy in policies or ["fixed"] if verify]
     for name in methods:
         chosen = method(name)
@@ -309,8 +315,6 @@ def jobs(
             )
         wanted.append(RunToRecord(chosen.policy, chosen.rule, split))
     if papers:
-        from simulator.papers.compare import REAL_RUNS
-
         wanted += [RunToRecord(*run) for run in REAL_RUNS]
     return wanted
 
@@ -326,13 +330,9 @@ def decode_again(
     Finished runs of the folder are kept, and a stopped one goes on with its next prompt; under
     a `memory`, which may have changed since, finished runs are decoded again.
     """
-    from policies.from_file import file_of
     from profiler.checks.differences import answers_to
     from profiler.checks.interleaved import check_options, rule_conditions, unfinished
     from profiler.checks.spot_check import real_run, run_requests
-    from profiler.prompts import prompts_held, read_prompts
-    from traces.store.files import read_trace
-    from traces.store.outputs import write_run
 
     out, file, pair = recording.out, recording.prompts, recording.pair
     greedy = read_trace(out / "trace.parquet")
@@ -370,9 +370,6 @@ def decode_again(
 
 def check_code(out: Path, prompts: Path | None, decodes: bool) -> None:
     """Raise DraftsimError unless `--run-code` has outputs to run and tests to run them with."""
-    from profiler.prompts import read_prompts
-    from traces.store.outputs import find_runs
-
     if not decodes and not (out.is_dir() and find_runs(out)):
         raise DraftsimError(
             f"--run-code: {out} has no outputs decoded under a rule: add --verify RULE"
@@ -386,11 +383,6 @@ def check_code(out: Path, prompts: Path | None, decodes: bool) -> None:
 
 def score_code(recording: RecordingJob) -> None:
     """Run the code of every output kept in the folder whose prompt has tests; keep which pass."""
-    from profiler.checks.sandbox import judge_code
-    from profiler.prompts import prompts_held, read_prompts
-    from traces.store.files import read_trace
-    from traces.store.outputs import find_runs, quality_of_code, read_run, write_outputs
-
     out, trace = recording.out, read_trace(recording.out / "trace.parquet")
     tasks = _tasks(prompts_held(trace, read_prompts(recording.prompts), recording.pair))
 
@@ -429,8 +421,6 @@ def part_of(
     trace: Trace, limit: int | None, categories: Collection[str]
 ) -> tuple[Trace, str | None]:
     """Return the chosen requests in the trace's order, and what they are; None if all are."""
-    from profiler.prompts import chosen_of
-
     chosen = {r.id for r in chosen_of(trace.requests, "the recording", limit, categories)}
     keep = [i for i, request in enumerate(trace.requests) if request.id in chosen]
     if len(keep) == len(trace.requests):
@@ -441,8 +431,6 @@ def part_of(
 
 def _is_kept(out: Path, planned: PlannedPolicy, trace: Trace) -> bool:
     """Return True if the run folder holds what `planned` decodes of `trace`."""
-    from traces.store.outputs import find_run, find_runs, read_run
-
     assert planned.rule is not None
     for file in find_runs(out):
         try:
@@ -459,12 +447,7 @@ def _planned_run(
     job: RunToRecord, trace: Trace, memory: Path | None
 ) -> tuple[PlannedPolicy, Trace, list[str] | None]:
     """Return the run of a job, the requests it decodes, and those its memory was calibrated on."""
-    from policies.rules.context import CSD
-    from policies.rules.memory import OnlineCorrectionMemory
     from profiler.checks.spot_check import PlannedPolicy
-    from simulator.chosen import load_policies, load_rule
-    from traces.replay.corrections import calibrated, split_requests
-    from traces.sources.methods import Method, resolved
 
     [(name, policy)] = load_policies([job.policy], trace, say=note)
     job = job._replace(rule=resolved(Method("", job.policy, job.rule, ""), trace).rule)

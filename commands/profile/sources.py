@@ -9,23 +9,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from commands.common.output import note
 from commands.common.progress import progress_bar
+from policies.registry import parse_policy
+from profiler.prompts import read_prompts
+from profiler.recording.run import RunInfo, model_path, shipped_heads
+from simulator.papers.specbound import FOLLOWED_SOURCES, START
+from simulator.recording import load_source
+from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.sources.base import Source, prompt_tokens
+from traces.sources.early_exit import EarlyExit
+from traces.sources.found import STAMP, read_recordings, stamp_of, write_recordings
+from traces.sources.registry import SOURCES, SYSTEMS, parse_source
+from traces.sources.starts.parallel import OnFeatures
+from traces.sources.starts.sources import LayerSkip
+from traces.store.files import read_latency, read_trace, write_latency
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from profiler.models.loading import Pair
     from profiler.models.stack import LayerRunner
-    from profiler.recording.run import RunInfo
     from profiler.sources.exits import Modules
     from profiler.sources.start_record import RecordOptions
-    from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
-    from traces.sources.base import Source
-    from traces.sources.starts.parallel import OnFeatures
 
 HEADS = "exit_heads"
 """Folder of the trained modules inside a run folder."""
@@ -46,8 +55,6 @@ def check_heads_text(out: Path, text: Path, force: bool) -> None:
 
     With `force` its heads are removed before any is trained.
     """
-    from profiler.prompts import read_prompts
-
     read_prompts(text)
     if not force and not _absent(out / HEADS):
         raise DraftsimError(
@@ -64,11 +71,6 @@ def split_drafters(texts: Sequence[str], temperature: float) -> tuple[list[OnFea
     Raises DraftsimError if one names no folder, two are called alike, one is not recorded along
     outputs of this ``temperature``, or no recording depends on the parameters of one of the others.
     """
-    from simulator.recording import load_source
-    from traces.sources.early_exit import EarlyExit
-    from traces.sources.starts.parallel import OnFeatures
-    from traces.sources.starts.sources import LayerSkip
-
     found: list[OnFeatures] = []
     others = []
     for text in texts:
@@ -108,7 +110,6 @@ def load_drafters(pair: Pair, sources: Iterable[Source | None]) -> dict[str, Any
     tokens in one pass, the other token by token.
     """
     from profiler.features.checkpoint import read_drafter
-    from profiler.recording.run import model_path
     from profiler.sources.run import REAL
 
     found = {}
@@ -132,8 +133,6 @@ def profile_sources(
     ``sources`` are then further early-exit settings, and the layers of layer skip, and heads are
     trained on `text` where the target has none.
     """
-    from traces.store.files import read_trace
-
     keys: dict[str, dict[str, str]] = {}
     modules: dict[str, Any] = {}
     if exits:
@@ -156,11 +155,8 @@ def wanted(trace: Trace, sources: Sequence[str]) -> RecordOptions:
     The settings are those of the named methods and of `sources`; along greedy outputs also those
     of SpecBound's Figure 3.
     """
-    from policies.registry import parse_policy
     from profiler.sources.run import REAL
     from profiler.sources.start_record import RecordOptions
-    from simulator.papers.specbound import FOLLOWED_SOURCES, START
-    from traces.sources.registry import SYSTEMS, parse_source
 
     most, how = trace.max_gamma or 24, RecordOptions()
     asked = []
@@ -188,8 +184,6 @@ def record(
     is kept, with that folder noted.  `sampled`: along the sampled outputs, if there are any.
     """
     from profiler.sources.run import real_of, record_sources
-    from traces.sources.found import STAMP, read_recordings, stamp_of, write_recordings
-    from traces.store.files import read_trace
 
     path = out / ("sampled.parquet" if sampled else "trace.parquet")
     keys = {key: also for key, also in keys.items() if real_of(key).recorded_sampled or not sampled}
@@ -244,7 +238,6 @@ def measure(
     from profiler.sources.latency import measure_drafters
     from profiler.sources.run import measure_sources, real_of
     from profiler.sources.start_record import GrownTrees
-    from traces.store.files import read_latency, read_trace, write_latency
 
     path, trace = out / "latency.parquet", read_trace(out / "trace.parquet")
     table = read_latency(path)
@@ -273,11 +266,6 @@ def measure(
 
 def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:
     """Measure the sources of a run folder again; its recordings are kept."""
-    from traces.sources.base import Source
-    from traces.sources.found import read_recordings
-    from traces.sources.registry import SOURCES
-    from traces.sources.starts.parallel import OnFeatures
-
     recordings = read_recordings(out)
     kinds = {key: SOURCES.get(key.partition(".")[0], Source) for key in recordings}
     modules = load_drafters(pair, [
@@ -297,7 +285,6 @@ def modules_of(
     Without ``trace`` nothing is trained.
     """
     from profiler.features.heads import FILES
-    from profiler.recording.run import shipped_heads
     from profiler.sources.run import load_modules
 
     own = out / HEADS
@@ -322,9 +309,7 @@ def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Pat
     from profiler.features.heads import FILES
     from profiler.models.runner import context_of
     from profiler.models.stack import LayerRunner
-    from profiler.prompts import read_prompts
     from profiler.train.heads import own_text, train_all
-    from traces.sources.base import prompt_tokens
 
     if text is not None:
         encoded = [pair.encode(p.text).tolist() for p in read_prompts(text)]
@@ -362,10 +347,6 @@ def timed_layers(pair: Pair, longest: int, modules: Modules | None = None) -> La
 
 def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:
     """Return `table` with the cells of sources in place of its own of the same parts."""
-    import pandas as pd
-
-    from traces.latency.table import LatencyTable
-
     # The same part timed in two ways does not belong into one grid.
     ours = set(zip(found["model"], found["phase"], strict=True))
     keep = [key not in ours for key in zip(table.cells["model"], table.cells["phase"], strict=True)]

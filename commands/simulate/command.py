@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
 import typer
 
 from commands.common.drafted import load_recording
@@ -34,19 +36,26 @@ from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.quiet import say_disturbed
 from commands.common.written import Shown
+from commands.simulate.table import BY_PHASE, headline, over_all, print_ranked, ranked_tables
 from policies.registry import PLAIN
+from simulator import predict
+from simulator.phases import Phase, phase_rows, phases_of
+from simulator.predict import Compared, split_asked
+from simulator.robustness import families_of, speedup_by_gamma
+from simulator.robustness import robustness as spread_of
+from simulator.summary import price_all
+from simulator.unmeasured import free_hosts, said_free, said_outside
+from simulator.whatif.ranking import Ranking, is_called, lossless
+from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError, missing
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from simulator.phases import Phase
-    from simulator.predict import Compared
-    from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
-    from traces.replay.rounds import RoundLog
+from traces.latency.table import LatencyTable
+from traces.replay.calls import drafting_always
+from traces.replay.rounds import RoundLog
+from traces.sources.replay import runs_layers
+from traces.store.identity import check_folder
+from traces.store.outputs import find_runs, read_run
+from traces.store.recordings import SAMPLED, folder_of, given_name
 
 
 @dataclass(frozen=True)
@@ -143,8 +152,6 @@ def phases(
 
     The rows by phase are of lossless policies: lossy rules write other texts.
     """
-    from simulator.phases import Phase
-
     chosen = [Phase.parse(text) for text in phase]
     names = [one.name for one in chosen]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -169,12 +176,6 @@ def rounds(
     Rows are exact: the rounds are those of the texts that the rules wrote. They have the quality of
     these texts, too.  Rounds of other prompts have a table of their own.
     """
-    from simulator import predict
-    from simulator.whatif.ranking import Ranking
-    from traces.replay.calls import drafting_always
-    from traces.store.outputs import find_runs, read_run
-    from traces.store.recordings import folder_of
-
     if not rounds.exists():
         rounds = folder_of(rounds) or rounds
     logs, table, recorded = recorded_rounds(rounds, inputs.latency, inputs.trace)
@@ -240,11 +241,6 @@ def robustness(
     The initial draft length is a policy's parameter gamma. Speedups are over the mean speedup of
     fixed, and verification is lossless.
     """
-    from simulator.predict import split_asked
-    from simulator.robustness import families_of, speedup_by_gamma
-    from simulator.robustness import robustness as spread_of
-    from simulator.unmeasured import free_hosts, said_free
-
     recording = inputs.load()
     table = inputs.priced(recording)
     say_disturbed(table)
@@ -276,14 +272,6 @@ def _replayed(
     tokenizer: Path | None = None,
 ) -> None:  # fmt: skip
     """Print or write the policies ranked on a recording, and rows of `phases`, if any are named."""
-    from simulator import predict
-    from simulator.phases import phase_rows
-    from simulator.summary import price_all
-    from simulator.whatif.ranking import lossless
-    from traces.sources.replay import runs_layers
-    from traces.store.outputs import find_runs, read_run
-    from traces.store.recordings import folder_of
-
     recording = inputs.load(one_stream=inputs.acceptance is None)
     recorded = recording.trace
     table = inputs.priced(recording)
@@ -341,8 +329,6 @@ def _replayed(
 
 def _in_rounds(against: str | None, logs: Sequence[RoundLog]) -> str | None:
     """Return `against` if it names plain decoding or one of `logs`; other requests have no gain."""
-    from simulator.whatif.ranking import is_called
-
     names = [{"policy": PLAIN, "verify": ""}, *map(vars, logs)]
     return against if against and any(is_called(name, against) for name in names) else None
 
@@ -355,10 +341,6 @@ def recorded_rounds(
     Where they lie in no run folder, `trace` names the trace.  Raises DraftsimError if it names
     another than the folder's.
     """
-    from traces.store.identity import check_folder
-    from traces.store.outputs import find_runs, read_run
-    from traces.store.recordings import SAMPLED, folder_of, given_name
-
     files = find_runs(path)
     if not files:
         raise DraftsimError(
@@ -396,9 +378,6 @@ def _emit(
     ``by_name``: the policies were named one by one.  ``of``: the recording, its models and device.
     ``by_phase``: rows by phase, if any were named.
     """
-    from commands.simulate.table import BY_PHASE, headline, over_all, print_ranked, ranked_tables
-    from simulator.unmeasured import said_free, said_outside
-
     gains = ranked.against is not None
     more: dict[str, Any] = {"headline": headline(over_all(rows), of)}
     if by_phase:
@@ -431,8 +410,6 @@ def phases_in(
 
     Raises DraftsimError if none of `phases` occurs, or a marker needs a tokenizer.
     """
-    from simulator.phases import phases_of
-
     found = phases_of(trace, phases, token_text(tokenizer, trace))
     absent = [phase.name for i, phase in enumerate(phases, 1) if not (found == i).any()]
     if len(absent) == len(phases):

@@ -14,6 +14,8 @@ from simulator.summary import row_key
 from simulator.whatif.ranking import BEST_FIXED, are_bounds, is_called, lossless, winner
 from traces.aliases import Row
 from traces.digits import three_digits
+from traces.sources.methods import method_of
+from traces.sources.registry import DRAFT_MODEL
 
 
 def over_all(rows: Sequence[Row]) -> list[Row]:
@@ -39,8 +41,6 @@ def headline(rows: Sequence[Row], recording: str = "") -> str:
     ``recording`` says whose models and device the rows are of.  The gain over another row, such
     as the best fixed length, is told only if that row is itself faster than no speculation.
     """
-    from traces.sources.registry import DRAFT_MODEL
-
     if len(parts := by_prompts(rows)) > 1:
         found = (headline(part, _named(recording, name)) for name, part in parts.items())
         return " ".join(filter(None, found))
@@ -255,8 +255,6 @@ def _oracle_note(bounds: Sequence[Row], rows: Sequence[Row]) -> str:
 
 def _row_name(row: Row) -> str:
     """Return the policy, and a lossy rule where it is not a method that has one."""
-    from traces.sources.methods import method_of
-
     if lossless(row["verify"]) or method_of(row["policy"]) is not None:
         return str(row["policy"])
     return f"{row['policy']} / {row['verify']}"

@@ -11,14 +11,19 @@ import pandas as pd
 from commands.common.options import batch_sizes
 from commands.common.output import MEASURE_MORE, note
 from commands.validate.flow import CheckedPair, RealRuns, as_recorded
+from policies.core import DraftPolicy
+from profiler.recording.run import digest_of
+from simulator.chosen import load_serving_policies
+from simulator.serving.study import predict_groups
+from simulator.whatif.ranking import fixed_lengths
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
+from traces.store.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from profiler.checks.spot_check import Measured
-    from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
-    from traces.replay.rounds import RoundLog
-    from traces.store.checkpoint import Checkpoint
 
 BATCH_ARMS = (
     "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "confidence", "cm-asd", "gammatune",
@@ -45,10 +50,6 @@ class BatchRuns(RealRuns):
     name = "measured_batches"
 
     def __init__(self, given: CheckedPair, batch: str, forced: bool = False) -> None:
-        from profiler.recording.run import digest_of
-        from simulator.chosen import load_serving_policies
-        from simulator.serving.study import predict_groups
-
         super().__init__(given, forced=forced)
         self.logs = []
         trace, latency, cells = self.trace, self.latency, self.latency.cells
@@ -140,10 +141,6 @@ def fastest_by_batch(
     trace: Trace, latency: LatencyTable, batches: Sequence[int], known: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the policies predicted fastest at a size, but for those `known`; a note names them."""
-    from simulator.chosen import load_serving_policies
-    from simulator.serving.study import predict_groups
-    from simulator.whatif.ranking import fixed_lengths
-
     lengths = fixed_lengths(trace.max_gamma)
     every = load_serving_policies([*lengths, "all"], trace, latency, "static")
     predicted, _ = predict_groups(trace, latency, every, batches)
@@ -173,8 +170,6 @@ def unlike(diverged: Collection[int], policy: Any, size: int, requests: int) -> 
     They are the `diverged` ones and, where a policy decides for a batch or remembers earlier
     requests, all from the first such group on.
     """
-    from policies.core import DraftPolicy
-
     if not diverged or (isinstance(policy, DraftPolicy) and not policy.learns_across_requests):
         return set(diverged)
     first = min(diverged)

@@ -15,8 +15,12 @@ from commands.common import options
 from commands.common.output import JsonOption, OutOption, emit, placed
 from commands.common.quiet import columns_shown
 from commands.engine.options import CheckedEngine
+from commands.validate.batched import BatchRuns
+from commands.validate.engine import columns_of, engine_check, say_checked
 from commands.validate.flow import CheckedPair, CheckedRun, RealRuns
+from commands.validate.recorded import recorded_check
 from commands.validate.spot_check import LossyRuns, SourceRuns, SpotCheck, say_verdict
+from profiler.recording.run import only_writer, read_info
 from traces.errors import DraftsimError
 
 COPY = "the measured times are kept there, so copy it and name the copy"
@@ -40,8 +44,6 @@ def check(
     remeasure: bool = False,
 ) -> None:  # fmt: skip
     """Run, compare and print a kind of check."""
-    from profiler.recording.run import only_writer, read_info
-
     # Refused now where it is no run or may only be read, and not once torch is loaded or after
     # minutes of decoding.
     read_info(asked.run, asked.trust_remote_code)
@@ -135,8 +137,6 @@ def batch(
 
     A stopped check goes on where it stopped when the command is repeated.
     """
-    from commands.validate.batched import BatchRuns
-
     policies, rule, systems = asked.methods()
     if rule is not None or systems:
         raise DraftsimError(
@@ -194,9 +194,6 @@ def engine(
     is how much slower the engine ran than its latencies say.
     """
     served.check(asked.policy, remeasure)
-    from commands.validate.engine import columns_of, engine_check, say_checked
-    from profiler.recording.run import only_writer
-
     folder = asked.run
     with only_writer(folder, COPY) if folder.is_dir() else nullcontext():
         found = engine_check(
@@ -227,6 +224,4 @@ def recorded(
     The comparison is by pair, mode, batch and policy, with the bounds that it keeps.  `drift` is
     how much slower single passes were during those runs than when the latencies were measured.
     """
-    from commands.validate.recorded import recorded_check
-
     recorded_check(recorded, markdown, json, out)

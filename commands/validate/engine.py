@@ -15,19 +15,21 @@ from commands.common.output import note
 from commands.common.progress import working
 from commands.common.quiet import say_texts
 from commands.engine import check
-from commands.engine.options import named_loads
+from commands.engine.options import CheckedEngine, named_loads
+from profiler.engines.engine import EngineKind, EngineOptions, find_engine
+from profiler.engines.session import Setup
+from simulator.engines import Workload, synthetic_rows, with_defaults
+from simulator.served import control_sizes, served_rows, with_server
+from simulator.validation import noise_said
 from traces.errors import DraftsimError, FileError
+from traces.latency.table import LatencyTable
+from traces.store.checkpoint import Checkpoint, once
+from traces.store.engine_runs import ServedRun
 from traces.store.files import CHECKED, read_latency, write_latency
 
 if TYPE_CHECKING:
-    from commands.engine.options import CheckedEngine
-    from profiler.engines.engine import EngineKind, EngineOptions
     from profiler.engines.loads import PlannedLoad
     from profiler.engines.served import Clients
-    from simulator.engines import Workload
-    from traces.latency.table import LatencyTable
-    from traces.store.checkpoint import Checkpoint
-    from traces.store.engine_runs import ServedRun
 
 SERVED = "latency-http.parquet"
 """File of the run folder with the engine's latencies and the server's share."""
@@ -58,10 +60,8 @@ def engine_check(
     profile's own, and is kept with it (`CHECKED`).  The same call continues with the runs of a
     stopped check, and adds `repeats` to those of a finished one.
     """
-    from profiler.engines.engine import find_engine
     from profiler.engines.loads import SLICE_S
     from profiler.engines.measure import EngineTable
-    from simulator.engines import Workload, synthetic_rows, with_defaults
 
     loads = named_loads(served.load, served.rate, served.arrivals)
     kind = find_engine(served.engine)
@@ -134,9 +134,7 @@ def compare_over_http(
     from profiler.checks.interleaved import unfinished, version
     from profiler.engines.drafts import Forced
     from profiler.engines.served import Clients
-    from profiler.engines.session import Setup
     from profiler.engines.texts import policy_runs
-    from simulator.served import control_sizes, served_rows, with_server
 
     trace, chosen = work.trace, work.policies
     for policy in chosen.values():
@@ -171,8 +169,6 @@ def _measured(
 ) -> tuple[dict[tuple[str, str], list[ServedRun]], dict[int, list[ServedRun]]]:  # fmt: skip
     """Return the runs by load and policy, and the control loops by size; what is `kept` is read."""
     from profiler.engines.loads import planned_loads
-    from traces.store.checkpoint import once
-    from traces.store.engine_runs import ServedRun
 
     note("decoding outputs in the server, as reference")
     during_runs = kept.within("during_runs")
@@ -221,8 +217,6 @@ def columns_of(served: CheckedEngine, remeasure: bool) -> Sequence[str]:
 
 def say_checked(served: CheckedEngine, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print what the rows of a check amount to."""
-    from simulator.validation import noise_said
-
     if served.synthetic is not None:
         return
     if served.http:

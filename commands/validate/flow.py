@@ -11,29 +11,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import typer
 
 from commands.common import options
 from commands.common.output import JsonOption, OutOption, note, remark, say_undrawn
 from commands.common.progress import progress_bar, working
 from commands.common.quiet import AGAIN, say_machine, with_machine
+from commands.profile.sources import timed_layers, with_sources
 from policies.registry import PLAIN
+from policies.rules.base import VerifyRule
+from profiler.prompts import chosen_of
+from profiler.recording.run import read_info
+from simulator.chosen import one_rule
+from simulator.predict import split_systems
+from simulator.pricing import price
+from simulator.validation import compare
+from traces.acceptance.trace import Trace
 from traces.digits import counted
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
+from traces.sources.base import Source
+from traces.store.checkpoint import Checkpoint
+from traces.store.engine_runs import MeasuredRuns, write_measured
+from traces.store.files import CHECKED, read_latency, read_trace, write_latency
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from policies.rules.base import VerifyRule
     from profiler.checks.spot_check import Measured, PlannedPolicy
     from profiler.models.loading import Pair
     from profiler.sources.exits import Modules
     from profiler.sources.run import SourceRunner
-    from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
-    from traces.replay.rounds import RoundLog
-    from traces.sources.base import Source
-    from traces.store.checkpoint import Checkpoint
 
 REMEDY = "predict from latencies measured between the runs, with --remeasure"
 SWEEPS, FEWEST = 15, 3
@@ -60,9 +68,6 @@ class CheckedPair(CheckedRun):
 
     def methods(self, verify: str | None = None) -> tuple[Sequence[str] | None, str | None, bool]:
         """Return the policies, their rule, and True if some have a draft source of their own."""
-        from simulator.chosen import one_rule
-        from simulator.predict import split_systems
-
         policies, rule = one_rule(self.policy, verify, remark)
         return policies, rule, bool(split_systems(policies)[1])
 
@@ -102,10 +107,6 @@ class RealRuns:
     """Makes the decoders of these sources."""
 
     def __init__(self, given: CheckedPair, sampled: bool = False, forced: bool = False) -> None:
-        from profiler.prompts import chosen_of
-        from profiler.recording.run import read_info
-        from traces.store.files import read_latency, read_trace
-
         self.given, self.forced = given, forced
         # `draftsim report` reads the times of greedy runs: no others may replace them.
         self.file = f"{self.name}{'-sampled' * sampled}{'-forced' * forced}.parquet"
@@ -181,8 +182,6 @@ class RealRuns:
 
     def predicted(self, measured: Measured, latency: LatencyTable) -> Any:
         """Return the predictions that times are compared with."""
-        from simulator.pricing import price
-
         logs = [measured.logs[p.label] for p in self.planned] if self.as_decoded else self.logs
         return [price(log, latency) for log in logs]
 
@@ -200,9 +199,6 @@ class RealRuns:
         (`Remeasured`).
         """
         from profiler.checks.interleaved import check_options, unfinished
-        from simulator.pricing import price
-        from simulator.validation import compare
-        from traces.store.engine_runs import MeasuredRuns, write_measured
 
         run = self.given.run
         # A table that cannot price them is refused before any run.
@@ -257,7 +253,6 @@ class Remeasured:
     """
 
     def __init__(self, check: RealRuns, expected_s: float, kept: Checkpoint) -> None:
-        from commands.profile.sources import timed_layers
         from profiler.latency.table import Grid, sizes_of
         from profiler.profile import LatencyProfile
         from profiler.sources.run import SourceLatency
@@ -314,10 +309,6 @@ class Remeasured:
         They are kept in the run folder.  ``profile_error`` and ``profile_speedup_error`` are the
         errors with its other latencies.
         """
-        from commands.profile.sources import with_sources
-        from simulator.validation import compare
-        from traces.store.files import CHECKED, write_latency
-
         lossless = self._sources is None and self._greedy
         now = self._profile.table(passes_alone=lossless)
         if self._sources is not None:

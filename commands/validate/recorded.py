@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from commands.common.output import emit, note
 from commands.common.printed import cell_text
 from commands.common.written import Shown
+from simulator.validation import (
+    MEDIAN_BOUND,
+    WORST_BOUND,
+    Verdict,
+    anchor_drift,
+    check_recording,
+    verdict,
+)
 from traces.errors import DraftsimError
+from traces.store.files import read_latency
+from traces.store.recordings import BUNDLED
 from traces.store.writing import write_atomically
-
-if TYPE_CHECKING:
-    from simulator.validation import Verdict
 
 SHOWN = (
     "pair", "mode", "batch", "policy", "predicted_s", "measured_s", "error", "spread", "drift",
@@ -37,8 +43,6 @@ def recorded_check(
     is named and left out.  Raises DraftsimError if there are no measured runs under a name, or
     nothing can be predicted.
     """
-    from simulator.validation import verdict
-
     folders = dict.fromkeys(folder for name in names for folder in recorded_folders(name))
     parts, skipped = [], {}
     for folder in folders:
@@ -92,8 +96,6 @@ def recorded_check(
 
 def recorded_folders(name: str) -> list[Path]:
     """Return the recordings with measured runs that `name` means."""
-    from traces.store.recordings import BUNDLED
-
     path = Path(name)
     for place in ([BUNDLED / path] if len(path.parts) == 1 else []) + [path]:
         if (place / "measured.parquet").is_file():
@@ -109,9 +111,6 @@ def recorded_folders(name: str) -> list[Path]:
 
 def recorded_rows(folder: Path) -> pd.DataFrame:
     """Return `simulator.validation.check_recording`'s rows with pair, mode and drift."""
-    from simulator.validation import anchor_drift, check_recording
-    from traces.store.files import read_latency
-
     meta = read_latency(folder / "latency.parquet").meta
     rows, drift = check_recording(folder), anchor_drift(folder)
     rows.insert(0, "pair", str(meta.get("pair", folder.name)))
@@ -123,8 +122,6 @@ def recorded_rows(folder: Path) -> pd.DataFrame:
 
 def bounds_said() -> str:
     """Return the bounds that `met` and `MISSED` are about, in words."""
-    from simulator.validation import MEDIAN_BOUND, WORST_BOUND
-
     return (
         f"met, MISSED: median |error| up to {MEDIAN_BOUND:.0%}, worst up to {WORST_BOUND:.0%}, "
         "no pair misranked, no wrong side of 1x"

@@ -12,19 +12,38 @@ import pandas as pd
 
 from commands.common.output import note, say_memory, say_unjudged
 from commands.common.quiet import say_texts
+from commands.profile.sources import load_drafters, modules_of
 from commands.validate.flow import REMEDY, CheckedPair, RealRuns, as_recorded
+from policies.core import DraftPolicy
 from policies.registry import PLAIN
+from simulator.chosen import is_unfitted, load_policies, load_rule, say_left_out
+from simulator.predict import load_source_policies, load_system, replay_systems, split_systems
+from simulator.recording import load_source
+from simulator.summary import speedup
+from simulator.validation import common_error, verdict
+from simulator.whatif.ranking import (
+    Fastest,
+    fastest,
+    fastest_for_real,
+    predicted_fastest,
+    with_fastest,
+)
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, TailError
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
+from traces.replay.vectorised import replay_many
+from traces.sources.base import Source
+from traces.sources.draft_model import DraftModelSource
+from traces.sources.found import find_recordings
+from traces.sources.recording import Recordings
+from traces.sources.registry import SYSTEMS, describe_source
+from traces.sources.replay import replay_source
+from traces.store.files import read_trace
+from traces.store.outputs import quality
 
 if TYPE_CHECKING:
-    from policies.core import DraftPolicy
     from profiler.checks.spot_check import Measured
-    from simulator.whatif.ranking import Fastest
-    from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
-    from traces.replay.rounds import RoundLog
-    from traces.sources.base import Source
-    from traces.sources.recording import Recordings
 
 ARMS = (
     "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "fixed:gamma=8", "confidence",
@@ -67,9 +86,7 @@ class SpotCheck(RealRuns):
     def __init__(
         self, given: CheckedPair, forced: bool = False, sampled: bool = False, assisted: bool = True
     ) -> None:
-        from simulator.chosen import is_unfitted, load_policies, named, say_left_out
-        from simulator.whatif.ranking import fastest_for_real, with_fastest
-        from traces.replay.vectorised import replay_many
+        from simulator.chosen import named
 
         super().__init__(given, sampled, forced)
         trace, latency, policy = self.trace, self.latency, given.policy
@@ -157,9 +174,6 @@ class SpotCheck(RealRuns):
 
 def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
     """Return the replay of each of transformers' schedules, if their drafts were recorded."""
-    from simulator.chosen import load_policies
-    from traces.replay.vectorised import replay_many
-
     logs = {}
     for schedule, (text, _) in ASSISTED.items():
         try:
@@ -171,11 +185,6 @@ def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
 
 def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) -> None:
     """Note where a method with drafts of its own is predicted to be faster than `best`."""
-    from simulator.predict import replay_systems
-    from simulator.whatif.ranking import fastest
-    from traces.sources.found import find_recordings
-    from traces.sources.registry import SYSTEMS
-
     try:
         recordings = find_recordings(str(run), trace)
     except DraftsimError:
@@ -199,11 +208,6 @@ class SourceRuns(RealRuns):
     remedy = REMEDY
 
     def __init__(self, given: CheckedPair, source: str | None) -> None:
-        from traces.sources.draft_model import DraftModelSource
-        from traces.sources.found import find_recordings
-        from traces.sources.registry import describe_source
-        from traces.sources.replay import replay_source
-
         super().__init__(given)
         recordings = find_recordings(str(given.run), self.whole)
         self.policies, self.logs = {}, []
@@ -230,12 +234,6 @@ class SourceRuns(RealRuns):
         Where a source has no policies named for it, these are `SOURCE_ARMS` and the one predicted
         fastest.
         """
-        from simulator.chosen import load_policies
-        from simulator.predict import load_source_policies, load_system, split_systems
-        from simulator.recording import load_source
-        from simulator.whatif.ranking import predicted_fastest, with_fastest
-        from traces.sources.replay import replay_source
-
         trace = self.whole
         texts, systems = split_systems(self.given.policy)
         drafting = load_source(source)
@@ -270,7 +268,6 @@ class SourceRuns(RealRuns):
 
     def load(self) -> None:
         """Load the models, and what drafts; a source without a real decoder is refused."""
-        from commands.profile.sources import load_drafters, modules_of
         from profiler.sources.run import SourceRunner
 
         super().load()
@@ -303,10 +300,6 @@ class LossyRuns(RealRuns):
         self, given: CheckedPair, verify: str, memory: Path | None, sampled: bool = False
     ) -> None:
         from profiler.checks.interleaved import rule_conditions
-        from simulator.chosen import load_policies, load_rule
-        from simulator.whatif.ranking import predicted_fastest, with_fastest
-        from traces.replay.vectorised import replay_many
-        from traces.store.files import read_trace
 
         super().__init__(given, sampled)
         trace, policy = self.trace, given.policy
@@ -335,8 +328,6 @@ class LossyRuns(RealRuns):
         """Add the error of the replay, and the quality of the outputs."""
         from profiler.checks.differences import answers_to, rounds_differ
         from profiler.checks.spot_check import real_run
-        from simulator.summary import speedup
-        from traces.store.outputs import quality
 
         del progress
         extra: list[dict[str, Any]] = [{}]
@@ -363,8 +354,6 @@ class LossyRuns(RealRuns):
 
 def say_verdict(rows: pd.DataFrame) -> None:
     """Print the verdict of the comparison in words."""
-    from simulator.validation import common_error, verdict
-
     priced = rows.dropna(subset=["predicted_s"])
     # No speculation has a speedup of 1 by definition, which is never wrong.
     speedups = priced.loc[priced["policy"] != PLAIN, "speedup_error"].dropna().abs()
