@@ -80,9 +80,9 @@ DraftedOption = Annotated[
     str | None,
     typer.Option(
         "--source", metavar="S",
-        help="Draft with this source: eagle:model=NAME, parallel, medusa, blockwise, specdec, "
-        "layer-skip, a lookup (ngram, pld, ngram-simple, lookahead), or draft-model. Default: the "
-        "drafter that the latencies were measured with.",
+        help="Draft with this source (`draftsim list sources`): eagle:model=NAME, parallel, heads "
+        "such as medusa, layer-skip, a lookup such as ngram, or draft-model. Default: the drafter "
+        "that the latencies were measured with.",
     ),
 ]  # fmt: skip
 SourceOption = Annotated[
