@@ -57,8 +57,9 @@ def report(
     recording = load_recording(run, latency, source, chooses="the report", gpu=gpu, weights=weights)
     if recording.trace.drafts_end:
         raise DraftsimError(
-            f"the page's sliders change the cost of a drafted token, and {recording.trace.source} "
-            "drafts all of a round's at once: price it with `draftsim simulate --source`"
+            f"the page's sliders assume that a draft can be of any length, and drafts of "
+            f"{recording.trace.source} end by themselves: price it with `draftsim simulate "
+            "--source`"
         )
     table = drafting_always(recording.priced(), always_draft)
     for line in said_calibrate([table], 2 if serve and table.knows_batches else 1):
