@@ -163,6 +163,7 @@ SOURCES: dict[str, dict[str, Limits]] = {
     "eagle2": {"budget": (59, 1, None), "depth": (None, 1, None), "topk": (None, 1, None)},
     "blockwise": {"k": (None, 1, None)},
     "medusa": {"k": (None, 1, None)},
+    "hydra": {"k": (None, 1, None)},
     "space": {"k": (None, 1, None)},
     "specdec": {"k": (None, 1, None)},
     "parallel": {"k": (None, 1, None), "seed": (0, 0, None)},

@@ -119,7 +119,10 @@ def random_recordings(
     trace: Trace, seed: int, gamma_max: int = 5, missing: float = 0.02, *, exits: bool = True
 ) -> Recordings:
     """Return recordings of all sources that are recorded, or of all but early exit."""
-    heads = {n: random_starts(trace, seed + i, {}) for i, n in enumerate(("medusa", "space"))}
+    heads = {
+        n: random_starts(trace, seed + i, {})
+        for n, i in (("medusa", 0), ("space", 1), ("hydra", 9))
+    }
     skipping = random_starts(trace, seed + 2, {"layers": 4, "skip": [2]})
     drafter = {"kind": "eagle", "modules": 1, "model": "eagle"}
     several = {"kind": "mtp", "modules": OFFSETS, "model": "mtp"}

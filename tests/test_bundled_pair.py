@@ -24,6 +24,9 @@ from profiler.train import documents as text
 from profiler.train.minutes import descent as descent_of
 from profiler.train.minutes import prediction_loss
 from traces.acceptance.trace import Trace
+from traces.sources.as_draft import drafted_trace
+from traces.sources.found import find_recordings
+from traces.sources.registry import parse_source
 from traces.store.recordings import find_trace
 
 BUNDLED = Path(text.__file__).parents[1] / "bundled"
@@ -144,6 +147,16 @@ def test_unique_4gram_share():
     assert pair_prompts.unique_4gram_share([1, 2, 3]) == 1.0
     assert pair_prompts.unique_4gram_share(range(10)) == 1.0
     assert pair_prompts.unique_4gram_share([7] * 13) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", ["Medusa", "Blockwise", "SpecDec", "Hydra"])
+def test_the_cards_shares_of_right_drafts_are_those_recorded(name: str) -> None:
+    trace = find_trace("bundled")
+    source = parse_source(name.lower())
+    columns = drafted_trace(trace, source, find_recordings("bundled", trace)).columns
+    right = columns["accepted"][columns["offset"] == 0]
+    shares = " | ".join(f"{(right >= n).mean():.2f}" for n in (1, 2, 3, 4))
+    assert f"| {name} | {shares} |" in (BUNDLED / "CARD.md").read_text(encoding="utf-8")
 
 
 def test_grown_model_computes_the_same():

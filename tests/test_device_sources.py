@@ -141,7 +141,7 @@ def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
     modules = load_modules(BUNDLED / "exit_heads", whole.pair.target)
     how = RecordOptions([EarlyExit().setting(4)])
     recordings = record_sources(whole.pair.target, whole.greedy, modules, how)
-    heads = {"early-exit", "blockwise", "medusa", "specdec", "space", "layer-skip"}
+    heads = {"early-exit", "blockwise", "medusa", "specdec", "hydra", "space", "layer-skip"}
     assert set(recordings) >= heads
     record_sources(whole.pair.target, whole.sampled, modules, how)
     runner = SourceRunner(whole.pair.target, whole.greedy, modules)

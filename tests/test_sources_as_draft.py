@@ -32,7 +32,7 @@ from traces.sources import Source, parse_source, replay_source
 from traces.sources.as_draft import drafted_latency, drafted_trace
 from traces.store.recordings import find_trace
 
-SOURCES = ("eagle:model=eagle", "eagle:model=eagle3", "medusa", "medusa:k=2", "layer-skip",
+SOURCES = ("eagle:model=eagle", "eagle:model=eagle3", "medusa", "medusa:k=2", "hydra", "layer-skip",
            "parallel:acceptance=[0.7,0.5,0.3,0.2,0.1],k=4")  # fmt: skip
 HEADS = 4
 MEASURED = pd.concat(
@@ -50,7 +50,8 @@ MEASURED = pd.concat(
             for name in ("eagle.eagle", "eagle.eagle3")
         ),
         pd.DataFrame(
-            [("heads", "forward", 1, 1, 0, 9e-4, 0.0, 1), ("target", "head", 1, 1, 0, 2e-4, 0.0, 1)]
+            [("heads", "forward", 1, 1, 0, 9e-4, 0.0, 1),
+             ("hydra", "forward", 1, 1, 0, 7e-4, 0.0, 1), ("target", "head", 1, 1, 0, 2e-4, 0.0, 1)]
             + [("draft", "settling", 1, place, 0, 0.01, 0.0, 1) for place in (1, 2)]
             + [("exit", "layer", 1, 1, c, 1e-3 + 1e-6 * c, 0.0, 1) for c in (0, 300)]
             + [("target", "pass", 1, n, c, 0.008 + 1e-4 * n + 1e-6 * c, 0.0, 1)
@@ -70,7 +71,7 @@ def case() -> Any:
     # What heads or skipped layers draft matters little here: some other drafter's chains will do.
     chains = recordings["eagle.mtp"]
     cut = {n: v[:, :HEADS] for n, v in chains.arrays.items()}
-    recordings["medusa"] = replace(chains, arrays=cut, meta={})
+    recordings["medusa"] = recordings["hydra"] = replace(chains, arrays=cut, meta={})
     recordings["layer-skip"] = replace(chains, meta={"layers": 3, "skip": [2]})
     case.recordings = parse_source(SOURCES[-1]).completed(case.trace, recordings)
     return case

@@ -23,6 +23,7 @@ from traces.replay.rounds import RoundLog
 from traces.sources import (
     SYSTEMS,
     Blockwise,
+    Hydra,
     LayerSkip,
     Medusa,
     MedusaTree,
@@ -61,7 +62,7 @@ class Case:
             "early-exit": train_exit_heads(target, text, (4,), rank=4, **short),  # type: ignore[arg-type]
             **{
                 kind: train_parallel_heads(target, text, kind, 3, rank=16, **short)  # type: ignore[arg-type]
-                for kind in ("blockwise", "medusa", "specdec")
+                for kind in ("blockwise", "medusa", "specdec", "hydra")
             },
             "space": train_masks(target, text, 2, steps=2, batch=1, starts=6),
         }
@@ -88,6 +89,9 @@ SOURCES: list[tuple[Source, DraftPolicy]] = [
     (Blockwise(2), Fixed(3)),
     (Medusa(), Confidence(3, 0.2)),
     (SpecDec(), Fixed(2)),
+    (Hydra(), Fixed(3)),
+    (Hydra(2), Fixed(3)),
+    (Hydra(), Confidence(3, 0.2)),
     (Space(), Fixed(2)),
     (Space(1), Fixed(3)),
     (LayerSkip(), Fixed(5)),
@@ -122,7 +126,7 @@ def test_every_recorded_source_has_a_real_side() -> None:
 def test_recordings_survive_their_files(case: Case, tmp_path: Path) -> None:
     write_recordings(case.recordings, tmp_path)
     again = read_recordings(tmp_path)
-    named = {"early-exit", "blockwise", "medusa", "specdec", "space", "layer-skip"}
+    named = {"early-exit", "blockwise", "medusa", "specdec", "hydra", "space", "layer-skip"}
     assert set(again) == set(case.recordings) == named
     for source, policy in ((Medusa(), Fixed(3)), (case.skip, Fixed(4))):
         ours = replay_source(case.trace, source, policy, recordings=case.recordings)
@@ -228,6 +232,38 @@ def test_rounds_cost_their_calls() -> None:
     bare = RoundLog(log.rounds, log.requests, "x", source="medusa")
     with pytest.raises(DraftsimError, match="does not hold their calls"):
         price(bare, table)
+
+
+def test_a_round_of_hydra_costs_a_head_for_every_drafted_token() -> None:
+    trace = trace_of([[10, 11, 12, 13, 14, 15]], 6, [(1,)], [])
+    held = {"hydra": starts([[11, 7], [12, 13], [7, 7], [7, 7], [7, 7], [7, 7]], [[0, 0]] * 6)}
+    log = replay_source(trace, Hydra(), Fixed(2), recordings=held)
+    table = cells(
+        ("target", "forward", 1, 1.0), ("target", "forward", 3, 2.0), ("hydra", "forward", 1, 0.25)
+    )
+    priced = price(log, table)
+    drafted = log.rounds["drafted"]
+    assert {0, 2} <= set(drafted.tolist())
+    np.testing.assert_allclose(priced.draft_s, 0.25 * drafted)
+    with pytest.raises(DraftsimError, match="no 'forward' cells of 'hydra'"):
+        price(log, cells(("target", "forward", 1, 1.0), ("target", "forward", 3, 2.0)))
+
+
+def test_a_head_of_hydra_depends_on_the_tokens_before_it(case: Case) -> None:
+    import torch
+
+    from profiler.sources.start_record import hydra_logits
+
+    heads, target = case.modules["hydra"], case.target
+    state = target.embed(torch.tensor([5]))
+    one, other = (hydra_logits(target, heads, state, torch.tensor([[7, t]])) for t in (8, 9))
+    assert not torch.equal(one, other)
+    # All at once, as in training, are the heads one by one.
+    known = torch.tensor([7, 8, 9])
+    every = target.project(heads.states(state.float(), target.embed(known).float()[None]))[0]
+    for at in range(3):
+        own = hydra_logits(target, heads, state, known[None, : at + 1])[0]
+        torch.testing.assert_close(own, every[at])
 
 
 def test_every_named_system_parses_and_sources_describe_themselves() -> None:

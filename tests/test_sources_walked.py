@@ -44,7 +44,8 @@ LEARN = ("draft-and-verify", "gammatune", "hf-heuristic", "adaedl:keep_trigger_t
 RECORDED = (
     "early-exit:tau=0.5,omega=0.3,depth=0.5", "early-exit:tau=0.3,omega=0,depth=1",
     "early-exit:tau=0,omega=0,depth=1,bonus=true", "early-exit:tau=0.9,omega=0,layers=[4]",
-    "kangaroo", "medusa", "medusa:k=2", "space", "space:k=1", "layer-skip", "eagle:model=eagle",
+    "kangaroo", "medusa", "medusa:k=2", "hydra", "hydra:k=2", "space", "space:k=1", "layer-skip",
+    "eagle:model=eagle",
     "eagle2:model=eagle,budget=7", "eagle2:model=eagle,depth=2,budget=9", "eagle:model=mtp",
     "medusa-tree:tops=[3,2]", "parallel:model=one", "parallel:k=2",
     "parallel:acceptance=[0.8,0.5,0.5],concentration=2",

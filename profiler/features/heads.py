@@ -1,4 +1,4 @@
-"""Trained modules on a frozen target: exit heads, parallel heads, masks, an adapter."""
+"""Trained modules on a frozen target: exit, parallel and Hydra heads, masks, an adapter."""
 
 from __future__ import annotations
 
@@ -100,6 +100,37 @@ class ParallelHeads(nn.Module):
         """Map (starts, width) state and last token's embedding -> (starts, k, width)."""
         seen = torch.cat([normed, embedded], -1) if self.kind == "specdec" else normed
         return torch.stack([block(normed, seen) for block in self.blocks], 1)
+
+
+class HydraHeads(nn.Module):
+    """`k` heads in turn: each also reads the tokens drafted so far (Hydra, arXiv:2402.05109).
+
+    Head i (from 0) reads the target's last normed state and the embeddings of the last emitted
+    token and of the i tokens drafted after it (sec. 3), by a feed-forward block with `rank` hidden
+    units.  All share the target's output projection.
+    """
+
+    def __init__(self, k: int, width: int, rank: int = 64) -> None:
+        super().__init__()
+        self.k, self.width, self.rank = k, width, rank
+        self.blocks = nn.ModuleList(ResidualBlock(width, rank, (2 + i) * width) for i in range(k))
+
+    def state(self, at: int, normed: Tensor, embedded: Tensor) -> Tensor:
+        """Return head `at`'s input of the output projection, (starts, width).
+
+        ``normed`` (starts, width); ``embedded`` (starts, at + 1, width): the last emitted token
+        and those drafted.
+        """
+        state: Tensor = self.blocks[at](normed, torch.cat([normed, embedded.flatten(1)], -1))
+        return state
+
+    def states(self, normed: Tensor, embedded: Tensor) -> Tensor:
+        """Return all heads' states after given tokens, (starts, k, width).
+
+        ``normed`` (starts, width); ``embedded`` (starts, k, width).
+        """
+        each = [self.state(at, normed, embedded[:, : at + 1]) for at in range(self.k)]
+        return torch.stack(each, 1)
 
 
 class MaskEmbeddings(nn.Module):
@@ -216,7 +247,7 @@ def mask_layout(length: int, at: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return whole, torch.cat([torch.arange(length, device=at.device), ahead.flatten()])
 
 
-MODULES = ("exit", *ParallelHeads.KINDS, "space", "kangaroo")
+MODULES = ("exit", *ParallelHeads.KINDS, "hydra", "space", "kangaroo")
 FILES = {name: f"{name}_heads.safetensors" for name in MODULES}
 """File of each module in the folder of a target's modules."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from profiler.decoding.single import DraftStep, ModelToken
 from profiler.features.drafters import FeatureDrafter
-from profiler.features.heads import MaskEmbeddings, ParallelHeads
+from profiler.features.heads import HydraHeads, MaskEmbeddings, ParallelHeads
 from profiler.features.runner import (
     DrafterChain,
     Layer,
@@ -21,24 +21,27 @@ from profiler.features.runner import (
     layer_signals,
     verify_tree,
 )
-from profiler.latency.table import Block
+from profiler.latency.passes import UNTIMED
+from profiler.latency.table import Block, Step
 from profiler.models.runner import Runner
 from profiler.models.sampling import verify_greedily
 from profiler.models.stack import LayerRunner
 from profiler.sources.exits import ROOM, Begin, Modules, SourceDecoder, digest_of_weights
-from profiler.sources.latency import LayerRounds, drafter_rounds, tree_rounds
+from profiler.sources.latency import AFTER_DRAFTER, LayerRounds, drafter_rounds, tree_rounds
 from profiler.sources.start_record import (
     LAYERS,
     TOPK,
     FeatureRecorder,
     GrownTrees,
     HeadsRecorder,
+    HydraRecorder,
     MasksRecorder,
     RecordOptions,
     SkipRecorder,
     TreeRecorder,
     default_skip,
     head_logits,
+    hydra_logits,
     kept_layers,
     mask_logits,
 )
@@ -49,7 +52,7 @@ from traces.sources.base import Source
 from traces.sources.lookups.sources import proposed
 from traces.sources.lookups.text import Lookup, Proposal
 from traces.sources.starts.parallel import Eagle, OnFeatures, Parallel
-from traces.sources.starts.sources import HEADS, HeadsSource, LayerSkip, Space
+from traces.sources.starts.sources import HEADS, HYDRA, HeadsSource, LayerSkip, Space
 from traces.sources.starts.trees import Eagle2
 
 
@@ -361,6 +364,46 @@ class HeadsDecoder(SourceDecoder):
         accepted, emitted = self._settle(draft, logits)
         self._state = states[len(emitted) - 1][None]
         return accepted
+
+
+class HydraDecoder(HeadsDecoder):
+    """Drafts with Hydra's heads in turn, one for every token."""
+
+    recorder = HydraRecorder
+    cells = (("hydra", "forward"),)
+    _heads: Any
+
+    @classmethod
+    def provenance(cls, module: Any, modules: Modules) -> dict[str, Any]:
+        return {"heads": digest_of_weights(module)}
+
+    @classmethod
+    def blocks(cls, rounds: LayerRounds, name: str, module: HydraHeads) -> Iterator[Block]:
+        """Yield rounds of all heads in turn and the target's pass over what they draft."""
+        target, state = rounds.target, rounds.states[:1]
+        tokens = torch.zeros(1, module.k, dtype=torch.long, device=target.device)
+
+        def draft(at: int) -> Step:
+            def run() -> object:
+                return hydra_logits(target, module, state, tokens[:, : at + 1]).argmax(-1)
+
+            return Step("hydra", "forward", 1, 0, run)
+
+        def verify() -> object:
+            return target.forward(tokens[0], 0).argmax(-1).tolist()
+
+        step = Step("target", AFTER_DRAFTER, module.k, 0, verify)
+        yield Block([[*map(draft, range(module.k)), step]] * (UNTIMED + 3), UNTIMED)
+
+    @torch.inference_mode()
+    def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
+        """Return the next head's token; None after the last head's."""
+        if len(so_far) >= self._k:
+            return None
+        self.calls.add(HYDRA, 1)
+        return self._token(
+            hydra_logits(self._target, self._heads, self._state, self._fed(so_far)[None])
+        )
 
 
 class SpaceDecoder(SourceDecoder):

@@ -14,6 +14,7 @@ from profiler.features.heads import (
     FILES,
     Adapter,
     ExitHeads,
+    HydraHeads,
     MaskEmbeddings,
     ParallelHeads,
     load_module,
@@ -32,6 +33,7 @@ from profiler.sources.exits import (
 from profiler.sources.feature_decoder import (
     FeatureDecoder,
     HeadsDecoder,
+    HydraDecoder,
     LayerSkipDecoder,
     LookupDecoder,
     ParallelDecoder,
@@ -57,14 +59,16 @@ from traces.store.checkpoint import Checkpoint
 
 REAL: Mapping[str, type[Any]] = {
     "early-exit": EarlyExitDecoder, **dict.fromkeys(ParallelHeads.KINDS, HeadsDecoder),
-    "space": SpaceDecoder, "kangaroo": KangarooDecoder, "layer-skip": LayerSkipDecoder,
-    "eagle": FeatureDecoder, "parallel": ParallelDecoder, "eagle2": TreeDecoder,
+    "hydra": HydraDecoder, "space": SpaceDecoder, "kangaroo": KangarooDecoder,
+    "layer-skip": LayerSkipDecoder, "eagle": FeatureDecoder, "parallel": ParallelDecoder,
+    "eagle2": TreeDecoder,
 }  # fmt: skip
 """The real side (`profiler.sources.exits.SourceDecoder`) of every recorded source that has one."""
 TRAINED: Mapping[str, tuple[str, type[torch.nn.Module]]] = {
     "early-exit": ("exit", ExitHeads),
     **{kind: (kind, ParallelHeads) for kind in ParallelHeads.KINDS},
-    "space": ("space", MaskEmbeddings), "kangaroo": ("kangaroo", Adapter),
+    "hydra": ("hydra", HydraHeads), "space": ("space", MaskEmbeddings),
+    "kangaroo": ("kangaroo", Adapter),
 }  # fmt: skip
 """Name in `profiler.features.heads.FILES` and class of the module that is kept for a source."""
 
@@ -116,6 +120,7 @@ class SourceLatency:
     * ``adapter``/``forward``: an adapter and the output projection, over contexts;
     * ``target``/``head``: final norm, output projection and argmax, over widths;
     * ``heads``/``forward``: all parallel heads in one go;
+    * ``hydra``/``forward``: one of Hydra's heads;
     * ``eagle.NAME``/``forward``, ``prefill``: passes of a drafter on features, over both;
     * ``eagle2.NAME``/``forward``, ``tree``, ``prefill``, and ``target``/``tree``: passes of a
       drafter over what was verified and over nodes of its tree, the target's over the best of them;

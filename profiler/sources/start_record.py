@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from profiler.features.drafters import FeatureDrafter
-from profiler.features.heads import MaskEmbeddings, ParallelHeads, mask_layout
+from profiler.features.heads import HydraHeads, MaskEmbeddings, ParallelHeads, mask_layout
 from profiler.features.runner import (
     DrafterRunner,
     DrawnDrafts,
@@ -46,6 +46,16 @@ def head_logits(target: LayerRunner, heads: ParallelHeads, normed: Tensor, last:
     """
     states = heads.states(normed.float(), target.embed(last).float())
     return target.project(states)
+
+
+def hydra_logits(target: LayerRunner, heads: HydraHeads, normed: Tensor, tokens: Tensor) -> Tensor:
+    """Return the logits of the head whose turn it is after some states: (starts, vocab).
+
+    ``normed`` as for `head_logits`; ``tokens`` (starts, n): the last emitted token and the n - 1
+    drafted, before head n - 1.
+    """
+    embedded = target.embed(tokens.flatten()).float().view(*tokens.shape, -1)
+    return target.project(heads.state(tokens.shape[1] - 1, normed.float(), embedded))
 
 
 def mask_logits(
@@ -232,7 +242,24 @@ class HeadsRecorder(StartRecorder):
         emitted = prompt.new_tensor(output[:-1])
         path = torch.cat([prompt, emitted[:-1]])
         states = self.target.states(path, 0)[prompt.shape[0] - 1 :]
+        return self.after(states, emitted)
+
+    def after(self, states: Tensor, emitted: Tensor) -> Tensor:
+        """Return the heads' logits (starts, k, vocab) after states and the tokens of these."""
         return head_logits(self.target, self.heads, states, emitted)
+
+
+class HydraRecorder(HeadsRecorder):
+    """Hydra's heads: each reads what those before it drafted."""
+
+    heads: Any
+
+    def after(self, states: Tensor, emitted: Tensor) -> Tensor:
+        tokens, steps = emitted[:, None], []
+        for _ in range(self.offsets):
+            steps.append(hydra_logits(self.target, self.heads, states, tokens))
+            tokens = torch.cat([tokens, steps[-1].argmax(-1)[:, None]], 1)
+        return torch.stack(steps, 1)
 
 
 class MasksRecorder(StartRecorder):

@@ -2,7 +2,7 @@
 
 The target continues beginnings of documents, greedily and sampled in turn, and the modules learn
 to predict it: exit heads and Kangaroo's adapter by distillation of its final distribution,
-parallel heads and mask embeddings from the tokens that it emitted.
+parallel heads, Hydra's heads and mask embeddings from the tokens that it emitted.
 
 `Descent` takes the gradient steps of every training, also those of whole models.
 """
@@ -24,6 +24,7 @@ from profiler.features.heads import (
     MODULES,
     Adapter,
     ExitHeads,
+    HydraHeads,
     MaskEmbeddings,
     ParallelHeads,
     mask_layout,
@@ -211,11 +212,17 @@ def train_exit_heads(
 def train_parallel_heads(
     target: LayerRunner, text: Tensor, kind: str, k: int = 4, *, rank: int = 64,
     steps: int = 400, seconds: float = 30.0, batch: int = 512,
-) -> ParallelHeads:  # fmt: skip
-    """Train heads that foresee the k tokens after the one that the target's own head gives."""
+) -> Any:  # fmt: skip
+    """Train heads that foresee the k tokens after the one that the target's own head gives.
+
+    ``kind``: one of `ParallelHeads.KINDS`, or ``hydra``, whose heads are given the true tokens
+    before the one that they foresee.
+    """
     torch.manual_seed(0)
     where, _, final = states_of(target, text)
-    heads = ParallelHeads(kind, k, final.shape[1], rank).to(text.device)
+    width, hydra = final.shape[1], kind == "hydra"
+    heads = HydraHeads(k, width, rank) if hydra else ParallelHeads(kind, k, width, rank)
+    heads.to(text.device)
     weight = target.model.get_output_embeddings().weight.detach().float()
     embedding = target.model.get_input_embeddings().weight.detach().float()
     row, at = where.T
@@ -223,6 +230,8 @@ def train_parallel_heads(
     # From the state at index t, whose own token is t + 1, head i foresees t + 2 + i.
     labels = torch.stack([padded[row, at + 2 + i] for i in range(k)], 1)
     following = padded[row, at + 1]
+    if hydra:  # where one is missing, its head has no label
+        following = torch.cat([following[:, None], labels[:, :-1]], 1)
     usable = torch.nonzero((labels[:, 0] >= 0) & (at >= BEGINNING - 1))[:, 0]
     if not len(usable):
         raise _too_short(text)

@@ -45,6 +45,7 @@ CALL_KINDS: tuple[tuple[str, str], ...] = (
     ("target", "tree"),
     ("ngram-simple", "forward"),
     ("drafter", "catch_up"),
+    ("hydra", "forward"),
 )
 """(model, phase) of the latency table that a call's time is read from; ``drafter`` means the log's
 own (`traces.replay.rounds.RoundLog.drafter`).

@@ -22,6 +22,7 @@ from traces.sources.replay import replay_source
 from traces.sources.starts.parallel import Eagle
 from traces.sources.starts.sources import (
     Blockwise,
+    Hydra,
     LayerSkip,
     Medusa,
     MedusaTree,
@@ -42,6 +43,7 @@ __all__ = [
     "EarlyExit",
     "ExitRecording",
     "ExitSetting",
+    "Hydra",
     "LayerSkip",
     "Lookahead",
     "Medusa",

@@ -139,14 +139,17 @@ def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:
     return as_cells([(*row, 0.0, 1) for row in rows])
 
 
-def heads_at_once(latency: LatencyTable) -> pd.DataFrame:
-    """Return cells in which all heads run before a round's first draft, and no pass follows."""
-    heads = "draft" if latency.is_constant else "heads"
-    seconds = float(latency.estimate(heads, "forward").seconds)
+def heads(latency: LatencyTable, model: str, *, in_turn: bool = False) -> pd.DataFrame:
+    """Return the cells of heads that are timed as `model`, as passes of a draft model.
+
+    All run before a round's first draft, or with `in_turn` one before each.
+    """
+    timed = "draft" if latency.is_constant else model
+    seconds = float(latency.estimate(timed, "forward").seconds)
     ends = [(n, c) for n in (1, ANY) for c in (0, ANY)]
     return _frame(
         [("draft", "catch_up", 1, n, c, seconds) for n, c in ends]
-        + [("draft", "forward", 1, n, c, 0.0) for n, c in ends]
+        + [("draft", "forward", 1, n, c, seconds if in_turn else 0.0) for n, c in ends]
     )
 
 

@@ -11,7 +11,15 @@ from traces.sources.draft_model import DraftModelSource
 from traces.sources.early_exit import EarlyExit, Kangaroo
 from traces.sources.lookups.sources import PLD, REST, Lookahead, NGram, NGramSimple, Suffix
 from traces.sources.starts.parallel import Eagle, Parallel
-from traces.sources.starts.sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
+from traces.sources.starts.sources import (
+    Blockwise,
+    Hydra,
+    LayerSkip,
+    Medusa,
+    MedusaTree,
+    Space,
+    SpecDec,
+)
 from traces.sources.starts.trees import Eagle2
 
 DRAFT_MODEL = DraftModelSource.name
@@ -20,7 +28,7 @@ SOURCES: Mapping[str, type[Source]] = {
     cls.name: cls
     for cls in (
         DraftModelSource, PLD, REST, Lookahead, EarlyExit, Kangaroo, LayerSkip, Blockwise, Medusa,
-        MedusaTree, Space, SpecDec, Eagle, Eagle2, Parallel, NGram, Suffix, NGramSimple,
+        MedusaTree, Hydra, Space, SpecDec, Eagle, Eagle2, Parallel, NGram, Suffix, NGramSimple,
     )
 }  # fmt: skip
 
@@ -96,6 +104,7 @@ SYSTEMS: Mapping[str, Method] = {
     "medusa-tree": Method(
         "medusa-tree", "fixed:gamma=3", what="Medusa's tree of candidates, approximate"
     ),
+    "hydra": Method("hydra", "fixed:gamma=4", what="Hydra (arXiv:2402.05109) as a chain"),
     "space": Method("space", "fixed:gamma=4", what="SPACE (arXiv:2402.11809), frozen target"),
     "eagle": Method(
         "eagle:model=eagle", "fixed:gamma=4", what="EAGLE (arXiv:2401.15077) as a chain"

@@ -23,7 +23,7 @@ from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS, Calls
 from traces.replay.rounds import Fidelity, RoundLog
 from traces.sources.as_draft import (
-    heads_at_once,
+    heads,
     laid_out,
     model_of,
     skipping,
@@ -34,7 +34,7 @@ from traces.sources.base import DRAFTER_SIGNALS, Source, eos_of, tokens_ahead, t
 from traces.sources.recording import DRAWN, LOGITS, Layout, Recordings, SourceRecording
 from traces.store.header import PathLike, check, is_whole
 
-HEADS = CALL_KINDS.index(("heads", "forward"))
+HEADS, HYDRA = (CALL_KINDS.index((model, "forward")) for model in ("heads", "hydra"))
 WIDER = "its verification is wider than its draft"
 
 
@@ -147,7 +147,7 @@ def heads_run(log: RoundLog) -> list[Calls]:
 
 @dataclass(eq=False)
 class HeadsSource(StartSource):
-    """Parallel heads on the target's last state; ``k`` of them are used (None: all)."""
+    """Heads on the target's last state; ``k`` of them are used (None: all)."""
 
     unlike = None
     drafts_end = True
@@ -159,7 +159,7 @@ class HeadsSource(StartSource):
 
     def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
         """Return `latency` with all heads as the first pass of a round."""
-        own, name = heads_at_once(latency), model_of(self, recordings)
+        own, name = heads(latency, "heads"), model_of(self, recordings)
         return standing_in(latency, with_passes_alone(latency.cells), own, name)
 
 
@@ -186,6 +186,23 @@ class SpecDec(HeadsSource):
 
     name = "specdec"
     what = "one-pass drafter after Spec-Drafter (arXiv:2203.16487), reading the target's state"
+
+
+class Hydra(HeadsSource):
+    """Hydra's heads in turn (arXiv:2402.05109): each also reads the tokens drafted so far."""
+
+    name = "hydra"
+    what = "Hydra's heads (arXiv:2402.05109) as a chain, sharing the target's output projection"
+
+    def counted(self, log: RoundLog, recording: StartRecording) -> list[Calls]:
+        """Count one head for every drafted token."""
+        forwards = log.rounds["draft_forwards"].astype(np.int64)
+        return [Calls.of(HYDRA, np.arange(len(forwards)), 1, forwards)]
+
+    def as_draft(self, latency: LatencyTable, recordings: Recordings) -> LatencyTable:
+        """Return `latency` with a head as the pass of every drafted token."""
+        own, name = heads(latency, "hydra", in_turn=True), model_of(self, recordings)
+        return standing_in(latency, with_passes_alone(latency.cells), own, name)
 
 
 @dataclass(eq=False)
