@@ -225,6 +225,7 @@ def test_one_stream_is_served_in_the_seconds_of_its_rounds(case: Any, text: str)
             served["finish_s"] - served["first_s"], own.decode_s[served["sequence"]], rtol=1e-9
         )
         assert run.row()["source"] == replay(trace, policy).source
+        assert "draft prefill" not in run.row()["unpriced"]  # nothing but a drafter reads prompts
         if "eagle" in text:  # and these are what `simulate` prices
             log = replay_source(case.trace, source, policy, recordings=case.recordings)
             np.testing.assert_allclose(own.wall_s, price(log, TABLE).wall_s, rtol=1e-9)

@@ -142,7 +142,8 @@ def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:
 def heads(latency: LatencyTable, model: str, *, in_turn: bool = False) -> pd.DataFrame:
     """Return the cells of heads that are timed as `model`, as passes of a draft model.
 
-    All run before a round's first draft, or with `in_turn` one before each.
+    All run before a round's first draft, or with `in_turn` one before each.  They read the target's
+    state alone, so a prompt costs them nothing.
     """
     timed = "draft" if latency.is_constant else model
     seconds = float(latency.estimate(timed, "forward").seconds)
@@ -150,6 +151,7 @@ def heads(latency: LatencyTable, model: str, *, in_turn: bool = False) -> pd.Dat
     return _frame(
         [("draft", "catch_up", 1, n, c, seconds) for n, c in ends]
         + [("draft", "forward", 1, n, c, seconds if in_turn else 0.0) for n, c in ends]
+        + [("draft", "prefill", 1, n, 0, 0.0) for n in (1, ANY)]
     )
 
 
@@ -195,7 +197,10 @@ def one_pass(latency: LatencyTable, name: str, width: int) -> pd.DataFrame:
 
 
 def skipping(latency: LatencyTable, layers: int) -> pd.DataFrame:
-    """Return the cells of a pass through `layers` layers and the head per drafted token."""
+    """Return the cells of a pass through `layers` layers and the head per drafted token.
+
+    These layers find the prompt in the target's cache, at no cost.
+    """
     model = "exit" if latency.has("exit", "layer") else "target"
     if not latency.has(model, "layer"):
         raise DraftsimError(
@@ -209,6 +214,7 @@ def skipping(latency: LatencyTable, layers: int) -> pd.DataFrame:
     for batch in sorted(set(own["batch"].astype(int).tolist())):
         at = own[own["batch"] == batch]
         head = float(latency.estimate("target", "head", batch=batch).seconds)
+        rows += [("draft", "prefill", batch, n, 0, 0.0) for n in (1, ANY)]
         for context, layer in zip(at["context"], at["median_s"], strict=True):
             seconds = layers * layer + head
             rows += [("draft", "catch_up", batch, n, context, seconds) for n in (1, ANY)]
