@@ -29,9 +29,12 @@ if TYPE_CHECKING:
     from simulator.ratios import own_ratios
     from simulator.summary import summarize
     from simulator.validation import compare
-    from traces import LatencyTable, Trace, find_latency, find_trace, replay
+    from traces.acceptance.trace import Trace
     from traces.errors import DraftsimError
     from traces.importers.registry import import_log
+    from traces.latency.table import LatencyTable
+    from traces.replay.run import replay
+    from traces.store.recordings import find_latency, find_trace
 
 PACKAGES = ("policies", "traces", "profiler", "simulator", "commands")
 MARK = '__distribution__ = "draftsim"'
@@ -41,9 +44,12 @@ EXPORTED = {
     "policies": (
         "Autoregressive", "BatchPolicy", "DraftPolicy", "Fixed", "check_policy", "parse_policy",
     ),
-    "traces": ("LatencyTable", "Trace", "find_latency", "find_trace", "replay"),
+    "traces.acceptance.trace": ("Trace",),
     "traces.errors": ("DraftsimError",),
     "traces.importers.registry": ("import_log",),
+    "traces.latency.table": ("LatencyTable",),
+    "traces.replay.run": ("replay",),
+    "traces.store.recordings": ("find_latency", "find_trace"),
     "simulator": ("formulas", "palette"),
     "simulator.check": ("run_checks",),
     "simulator.plots.recording": ("plot_cost_ratio", "plot_survival"),

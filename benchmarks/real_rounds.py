@@ -19,8 +19,8 @@ from profiler.checks.differences import explain, rounds_differ
 from profiler.checks.spot_check import PlannedPolicy, run_requests
 from profiler.models.loading import choose_dtype, load_pair
 from profiler.recording.run import model_path
-from traces import find_trace
 from traces.replay.run import replay
+from traces.store.recordings import find_trace
 
 POLICIES = (
     "autoregressive", "fixed:gamma=3", "gammatune", "gammatune-plus", "hf-heuristic", "confidence",

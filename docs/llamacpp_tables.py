@@ -11,8 +11,11 @@ from docs.reading import code, table
 from policies import Fixed
 from simulator.tune.formats import LLAMACPP_KEYS, check_llamacpp
 from simulator.tune.single import values_said
-from traces import RoundLog, Trace, find_trace, replay
+from traces.acceptance.trace import Trace
+from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.sources import NGramSimple, replay_source
+from traces.store.recordings import find_trace
 
 SERVED = RECORDED / "smollm2-llamacpp-cpu"
 """Folder of the answers: a file of lines and a scrape for every setting."""

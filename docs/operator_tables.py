@@ -9,7 +9,7 @@ from simulator.papers.measured.operators import operator_rows
 from simulator.papers.measured.rows import by_study
 from simulator.papers.ours import Ours
 from simulator.papers.settings import setting_rows
-from traces import find_latency, find_trace
+from traces.store.recordings import find_latency, find_trace
 
 SETTINGS = (
     "speedup, best fixed length", "c", "break-even c", "break-even alpha",

@@ -7,8 +7,8 @@ from functools import cache
 from docs.reading import table
 from simulator.papers.ours import Ours
 from simulator.papers.specbound import order_rows, system_rows
-from traces import find_latency, find_trace
 from traces.sources import find_recordings
+from traces.store.recordings import find_latency, find_trace
 
 
 @cache

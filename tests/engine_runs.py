@@ -35,8 +35,9 @@ from simulator.tune.vllm import tune_vllm
 from tests.engine_lookups import looked_up
 from tests.own_policy import Told
 from tests.traces_of_kinds import random_trace
-from traces import synthetic_trace, write_latency
+from traces.acceptance.synthetic import synthetic_trace
 from traces.sources.lookups.sources import PLD
+from traces.store.files import write_latency
 
 LONGEST, BATCH = 6, 4
 SLICE_S = 0.03

@@ -14,8 +14,8 @@ from profiler.engines import cells, loads
 from profiler.engines.cells import EngineGrid
 from profiler.engines.engine import EngineOptions
 from profiler.engines.session import Governed
-from traces import write_latency
 from traces.store.engine_runs import PARTS, Decoded, EngineStep, PromptRead
+from traces.store.files import write_latency
 
 GRID = EngineGrid((1, 2), (1, 3), (16, 32), ((1, 8), (1, 32)), (1,), (1, 3), (8, 32), 1, 1, 0.5)
 OPTIONS = EngineOptions("stand-in", longest=4, max_batch=2, max_model_len=512)

@@ -25,11 +25,12 @@ from simulator.serving.study import over_loads
 from simulator.tune.search import Search
 from simulator.whatif.tuning import tuned_rows
 from tests.conftest import ROOT, Run
-from traces import LatencyTable, find_latency, find_trace, synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
 from traces.importers.base import Options
+from traces.latency.table import LatencyTable
 from traces.sources import find_drafted
 from traces.store.files import write_trace
-from traces.store.recordings import TRACE_VARIABLE
+from traces.store.recordings import TRACE_VARIABLE, find_latency, find_trace
 
 SOME = ["fixed:gamma=3", "gammatune"]
 

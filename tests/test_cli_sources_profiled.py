@@ -16,12 +16,12 @@ from policies.lengths.rate_optimal import RateOptimal
 from simulator.pricing import price
 from simulator.whatif.ranking import fastest_for_real
 from tests.conftest import SMALL_PROFILE, Run
-from traces import find_trace
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.sources import EarlyExit, read_recordings, write_recordings
 from traces.store.engine_runs import read_measured
 from traces.store.files import read_latency, read_trace, write_latency
+from traces.store.recordings import find_trace
 
 
 def test_real_runs_agree_with_the_replay(run: Run, small_run: Path) -> None:

@@ -19,8 +19,7 @@ from docs.pair_tables import ladder
 from policies.registry import PLAIN
 from simulator.validation import check_recording, noise_said
 from tests.conftest import ROOT, Run
-from traces import find_latency, find_trace
-from traces.store.recordings import BUNDLED
+from traces.store.recordings import BUNDLED, find_latency, find_trace
 
 SEEN = (
     {"qwen-coder-vllm-float32-avx512-cpu": (1, 4), "qwen-coder-vllm-float32-cpu": (8, 16)},

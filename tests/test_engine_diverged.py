@@ -21,10 +21,11 @@ from simulator.engines import Workload, first_divergence
 from tests.serving import arrival_file
 from tests.stand_in_engine import GRID, OPTIONS, Clock, Forking, Reordering, StandIn
 from tests.test_engine_resumed import Checked, check, folder
-from traces import read_trace, synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import before
 from traces.store.engine_runs import Decoded, EngineStep, LoadRun, PromptRead
+from traces.store.files import read_trace
 
 __all__ = ["check", "folder"]  # fixtures
 

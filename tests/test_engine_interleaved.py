@@ -17,7 +17,7 @@ from profiler.engines.measure import EngineTable
 from profiler.engines.session import Setup
 from profiler.engines.texts import own_texts, prompts_of
 from tests.stand_in_engine import GRID, OPTIONS, TICK_S, Clock, Control, StandIn
-from traces import synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
 from traces.store.engine_runs import Demand, LoadRun, PlannedRequest
 
 TRACE = synthetic_trace(0.7, requests=5, tokens=60, prompt_length=12, seed=3)

@@ -14,8 +14,9 @@ pytest.importorskip("torch")
 from profiler.engines import engine
 from tests.conftest import Run
 from tests.stand_in_engine import StandIn, use_for_commands
-from traces import read_latency, synthetic_trace, write_trace
+from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
+from traces.store.files import read_latency, write_trace
 
 
 @pytest.fixture

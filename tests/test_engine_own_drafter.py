@@ -29,8 +29,9 @@ from simulator.serving.cost import EngineCost
 from tests.compiled import ALONG, PLAIN
 from tests.pretend_vllm import PretendRunner
 from tests.test_engine_proposer import LONGEST, PROMPTS, TEXTS, TRACE, VOCABULARY, rounds
-from traces import LatencyTable, replay
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.run import replay
 from traces.store.engine_runs import PARTS, Decoded, EngineStep, LoadRun
 
 WRONG = VOCABULARY - 1

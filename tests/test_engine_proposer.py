@@ -22,11 +22,12 @@ from profiler.engines.vllm.proposer import Proposer
 from simulator.serving.run import lookahead_of
 from tests.own_policy import StopWhenUnsure, Told
 from tests.pretend_vllm import PretendRunner, config
-from traces import replay, synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.sources.lookups.sources import PLD, LookupSource
 from traces.sources.registry import parse_source
 from traces.sources.replay import replay_source

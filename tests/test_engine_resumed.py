@@ -29,9 +29,11 @@ from profiler.engines.vllm import engine
 from profiler.engines.vllm import server as process
 from tests.conftest import Ran, Run
 from tests.stand_in_engine import TICK_S, Clock, Control, StandIn, write_measured_engine
-from traces import Trace, read_latency, synthetic_trace, write_trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.store.checkpoint import Checkpoint
 from traces.store.engine_runs import Demand, LoadRun, ServedRun
+from traces.store.files import read_latency, write_trace
 
 LOADS, ARMS = 2, 2
 PAIR = LOADS * ARMS

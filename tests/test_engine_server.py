@@ -25,9 +25,10 @@ from simulator.served import added, control_sizes, slowdown_of, slowed, with_ser
 from simulator.serving.cost import EngineCost
 from tests.pretend_vllm import PretendRunner, config
 from tests.serving import GRID
-from traces import replay, synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
+from traces.replay.run import replay
 from traces.store.engine_runs import Decoded, EngineStep, PromptRead, ServedRun
 
 TRACE = synthetic_trace(0.7, requests=5, tokens=20, concentration=5.0, prompt_length=9, seed=2)

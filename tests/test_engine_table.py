@@ -33,9 +33,10 @@ from simulator.engines import Workload, batches_decoded
 from simulator.serving import ClosedLoop
 from tests.conftest import Run
 from tests.serving import SMALL
-from traces import LatencyTable, write_latency
 from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
 from traces.store.engine_runs import PARTS
+from traces.store.files import write_latency
 
 GRID = EngineGrid((1, 4), (1, 5), (64, 256), ((1, 16), (1, 64)), (1, 3), (1, 5), (16, 64), 1, 3)
 

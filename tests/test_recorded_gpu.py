@@ -16,10 +16,9 @@ from profiler.models.stack import LayerRunner
 from simulator.hardware.scaling import carry_over
 from simulator.validation import anchor_drift, check_recording
 from tests.conftest import ROOT, Run
-from traces import find_latency
 from traces.latency.table import LatencyTable
 from traces.operators.devices import DEVICES
-from traces.store.recordings import BUNDLED, TRACE_VARIABLE
+from traces.store.recordings import BUNDLED, TRACE_VARIABLE, find_latency
 
 DRAFTING = "fixed:gamma=4"
 H200 = sorted(folder.name for folder in BUNDLED.glob("h200-*"))

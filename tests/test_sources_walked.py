@@ -20,7 +20,6 @@ from policies.rules.base import VerifyRule
 from policies.rules.registry import parse_rule
 from tests.outputs import trace_of
 from tests.random_sources import EOS, VOCABULARY, random_outputs, random_recordings
-from traces import find_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.replay import run as run_loop
@@ -34,6 +33,7 @@ from traces.sources.early_exit import StandInExit
 from traces.sources.found import find_recordings
 from traces.sources.lookups import occurrences
 from traces.sources.registry import SYSTEMS
+from traces.store.recordings import find_trace
 
 FIELDS = ("policy", "source", "drafter", "verify", "fidelity", "reads", "first")
 STOPS = (

@@ -26,12 +26,14 @@ from tests.engine_runs import (
     names,
     policy,
 )
-from traces import Request, Trace, read_latency, replay
+from traces.acceptance.trace import Request, Trace
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.sources.lookups.sources import PLD
 from traces.sources.lookups.suffix import SuffixLookup, SuffixTree
 from traces.sources.lookups.text import NGramLookup
 from traces.sources.replay import replay_source
+from traces.store.files import read_latency
 
 PYTHON = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
 INSTALLED = PYTHON.parents[1] / ".installed"

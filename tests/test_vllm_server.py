@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.server_runs import POLICIES, with_words
 from tests.test_vllm import INSTALLED, PYTHON
-from traces import read_latency
+from traces.store.files import read_latency
 
 LOADS = ("closed:1", "closed:3", "rate:20")
 
