@@ -30,7 +30,6 @@ from simulator.papers.measured.operators import (
     step_rows,
 )
 from simulator.papers.measured.rows import Evidence, by_study, kind_of
-from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.store.recordings import find_latency
 
@@ -129,10 +128,9 @@ def test_damaged_requests_are_refused(tmp_path: Path) -> None:
         server_rows(tmp_path)
 
 
-def test_whole_steps_correct_passes_unless_operators_are_asked_for(run: Run) -> None:
-    names = [f"rtx-pro-6000{kind}/llama-3.1-8b" for kind in (":operators", "", ":steps")]
-    alone, steps, asked = map(find_latency, names)
-    assert steps.cells.equals(asked.cells)
+def test_whole_steps_correct_passes_unless_operators_are_asked_for() -> None:
+    names = [f"rtx-pro-6000{kind}/llama-3.1-8b" for kind in (":operators", "")]
+    alone, steps = map(find_latency, names)
     at = {"batch": 64, "context": 8191}
     short, whole = (t.seconds("target", "forward", **at).item() for t in (alone, steps))
     assert whole == pytest.approx(89.6e-3, rel=0.03)  # the step table's
@@ -141,8 +139,6 @@ def test_whole_steps_correct_passes_unless_operators_are_asked_for(run: Run) -> 
     assert "leave out ':operators'" in alone.meta["said"]
     a100 = [find_latency(f"a100{kind}/llama-2-7b").cells for kind in ("", ":operators")]
     assert a100[0].equals(a100[1])
-    ran = run("simulate", "--latency", "a100:steps/llama-2-7b+vicuna-68m")
-    assert "no whole steps were timed on a100-80gb" in ran.refusal
 
 
 def test_passes_that_no_step_covers_have_an_interval() -> None:

@@ -157,14 +157,14 @@ class Composer:
     """Passes of any model on one device (a name of `draftsim list devices`).
 
     ``graphs`` are the engine's CUDA graphs, by default vLLM's.  With ``by_steps``, passes take what
-    the whole steps timed on the device say; None: if there are any.
+    the whole steps timed on the device say, if there are any.
 
-    Raises DraftsimError if the table has no matrix products of the device, or lacks whole steps.
+    Raises DraftsimError if the table has no matrix products of the device.
     """
 
     def __init__(
         self, table: OperatorTable, device: str | Device, graphs: CUDAGraphs | None = None,
-        by_steps: bool | None = None,
+        by_steps: bool = True,
     ) -> None:  # fmt: skip
         self.device = find_device(device) if isinstance(device, str) else device
         self.dense = DenseOperators(table, self.device)
@@ -178,12 +178,7 @@ class Composer:
             )
         self.factors = NOTHING
         self.steps = table.of(device=self.device.name, operator="step")
-        if by_steps or (by_steps is None and len(self.steps)):
-            if self.steps.empty:
-                raise DraftsimError(
-                    f"no whole steps were timed on {self.device.name}: leave out ':steps', and "
-                    "passes are the sum of their operators"
-                )
+        if by_steps and len(self.steps):
             parts = self.parts_of_steps(model_of_steps(self.steps), self.steps)
             self.factors = fit_steps(parts, self.steps["seconds"].to_numpy(float))
 

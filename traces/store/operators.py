@@ -40,10 +40,8 @@ STANDS_FOR = {"h800": "h100"}
 
 OPERATORS_ALONE = ":operators"
 """Ends the GPU's name where passes are to be the sum of their operators."""
-_BY_STEPS = {OPERATORS_ALONE: False, ":steps": True}
 _HEADS = r"eagle|medusa|mtp"
-"""In the names of drafters that are heads of a target, whose sizes no model's are."""
-"""Endings of the GPU's name that say whether passes are corrected by whole steps."""
+"""Occurs in the names of drafters that are heads of a target, and have the sizes of no model."""
 
 
 def timed_devices() -> dict[str, Path]:
@@ -105,8 +103,8 @@ def find_composed(
 
     ``GPU`` is one whose operators come along, or the file of an operator table, followed by a colon
     and the GPU where it holds several.  Where whole steps were timed on the GPU, passes are
-    corrected by them.  With ``:operators`` they are the sum of their operators; with ``:steps``
-    there must be whole steps.  ``graphs`` and ``largest`` as in `Composer` and `Composer.table`.
+    corrected by them; with ``:operators`` they are the sum of their operators.  ``graphs`` and
+    ``largest`` as in `Composer` and `Composer.table`.
 
     Raises DraftsimError if no timings of the GPU are known, a model is not known by its sizes, or
     the weights do not fit.
@@ -114,8 +112,8 @@ def find_composed(
     where, slash, models = name.rpartition("/")
     if not slash or not models or Path(name).exists():
         return None
-    ending = next((ending for ending in _BY_STEPS if where.endswith(ending)), "")
-    where, by_steps = where.removesuffix(ending), _BY_STEPS.get(ending)
+    by_steps = not where.endswith(OPERATORS_ALONE)
+    where = where.removesuffix(OPERATORS_ALONE)
     file, _, within = where.rpartition(":") if ":" in where else (where, "", "")
     if Path(file).is_file():
         written = Path(file).stat().st_mtime_ns
@@ -133,7 +131,7 @@ def find_composed(
 
 @lru_cache(maxsize=8)
 def _composed(
-    file: str, device: str, models: str, by_steps: bool | None, graphs: CUDAGraphs, largest: int,
+    file: str, device: str, models: str, by_steps: bool, graphs: CUDAGraphs, largest: int,
     written: int,
 ) -> LatencyTable:  # fmt: skip
     del written  # a file that was written again is read again
@@ -154,7 +152,7 @@ def _composed(
             "recommend` two runs of your server, without and with it"
         )
     within = f"{file}:{device}" if file else device
-    name = f"{within}{OPERATORS_ALONE if by_steps is False else ''}/{models}"
+    name = f"{within}{'' if by_steps else OPERATORS_ALONE}/{models}"
     target, draft = _placed(first), _placed(others[0]) if others else None
     return Composer(table, device, graphs, by_steps).table(target, draft, name, largest)
 
