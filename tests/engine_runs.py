@@ -163,8 +163,10 @@ def main(folder: Path) -> dict[str, Any]:
     tuned = tune_vllm(TRACE, latency, [1, 3], lengths=range(LONGEST + 1), draws=40)
     closed = {f"closed:{n}": ClosedLoop(n) for n in (1, 3)}
     trial = tried(engine, latency, tuned, Workload(TRACE, {}, closed, len(TRACE.requests)))
+    speculative = engine._engine.vllm_config.speculative_config
     return {
-        "tuned": tuned.document, "tried": trial, "tables": engine.knows_batch_tables,
+        "tuned": tuned.document, "tried": trial,
+        "tables": hasattr(speculative, "num_speculative_tokens_per_batch_size"),
         "policies": found, "batch": batch, "lookup": lookup, "prompts": prompts, "texts": texts,
         "meta": engine.meta, "rows": rows, "looked": looked, "side_by_side": side_by_side,
     }  # fmt: skip

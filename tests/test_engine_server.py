@@ -71,7 +71,7 @@ def one_request(tmp_path: Path) -> Any:
     stepped(tmp_path, 10.003, 0.020, 0.015, [["0/0", 9, 0, 9]], [], [], 1)
     stepped(tmp_path, 10.024, 0.010, 0.006, [], [["0/0", 10, 0, 1]], ["0/0"], 0)
     note(tmp_path, rounds="0/0", of=[[1, 0, 0, 1, 0, 1]])
-    answer = Reply("0/0", 0, 10.0, 10.0, [4, 4], [(10.024, 1), (10.037, 1)])
+    answer = Reply("0/0", 0, 10.0, [4, 4], [(10.024, 1), (10.037, 1)])
     reader = LogReader(tmp_path)
     log = reader.take(["0/0"])
     return SimpleNamespace(reader=reader, log=log, run=served_run([answer], log, 0.01))
@@ -100,8 +100,8 @@ def test_waiting_for_an_iteration_under_way_is_not_the_servers(tmp_path: Path) -
     both = [["0/0", 10, 0, 1]]
     stepped(tmp_path, 10.021, 0.010, 0.006, [["1/1", 9, 0, 9]], both, ["0/0", "1/1"], 0)
     answers = [
-        Reply("0/0", 0, 10.0, 10.0, [4, 4], [(10.021, 1), (10.032, 1)]),
-        Reply("1/1", 1, 10.006, 10.006, [4], [(10.033, 1)]),
+        Reply("0/0", 0, 10.0, [4, 4], [(10.021, 1), (10.032, 1)]),
+        Reply("1/1", 1, 10.006, [4], [(10.033, 1)]),
     ]
     run = served_run(answers, LogReader(tmp_path).take(["0/0", "1/1"]), 0.01)
     assert run.around_request_s == pytest.approx([0.001, 0.004 + 0.002])

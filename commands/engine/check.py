@@ -408,11 +408,6 @@ def tried(
     for row in rows:
         for key in [name for name in row if "speedup" in name]:
             row[key.replace("speedup", "gain")] = row.pop(key)
-    if not getattr(engine, "knows_batch_tables", True):
-        note(
-            "this vLLM does not read num_speculative_tokens_per_batch_size: draftsim's proposer "
-            "follows the table, and vLLM's own drafter cannot"
-        )
     return rows
 
 

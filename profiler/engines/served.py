@@ -46,7 +46,6 @@ class Reply:
     sequence: int
     arrival_s: float
     """Time when it was due; in a closed loop, when it was sent."""
-    sent_s: float
     tokens: list[int] = field(default_factory=list)
     parts: list[tuple[float, int]] = field(default_factory=list)
     """When each part came, and how many tokens it had."""
@@ -66,10 +65,8 @@ async def sent(url: str, demand: Demand, prompts: Mapping[int, Sequence[int]]) -
         start_s = time.perf_counter()
 
         async def send(index: int, job: PlannedRequest, due_s: float | None = None) -> None:
-            now_s = time.perf_counter()
-            answer = Reply(
-                f"{job.sequence}/{index}", job.sequence, now_s if due_s is None else due_s, now_s
-            )
+            arrival_s = time.perf_counter() if due_s is None else due_s
+            answer = Reply(f"{job.sequence}/{index}", job.sequence, arrival_s)
             answers.append(answer)
             await _ask(session, answer, prompts[job.sequence], job.tokens)
 

@@ -91,12 +91,6 @@ class VllmEngine:
         self._watch.follow(self._core.scheduler)
 
     @property
-    def knows_batch_tables(self) -> bool:
-        """Return True if this vLLM reads ``num_speculative_tokens_per_batch_size``."""
-        config = self._engine.vllm_config.speculative_config
-        return hasattr(config, "num_speculative_tokens_per_batch_size")
-
-    @property
     def busy(self) -> bool:
         return bool(self._core.scheduler.has_unfinished_requests())
 
