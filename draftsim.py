@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from policies import Autoregressive, BatchPolicy, DraftPolicy, Fixed, check_policy, parse_policy
-    from profiler.checks.spot_check import PlannedPolicy, rounds_differ, run_requests
+    from profiler.checks.differences import rounds_differ
+    from profiler.checks.spot_check import PlannedPolicy, run_requests
     from profiler.latency.table import Grid
     from profiler.profile import Settings, profile_latency, profile_trace
     from profiler.prompts import read_prompts
@@ -57,7 +58,8 @@ EXPORTED = {
     "simulator.ratios": ("own_ratios",),
     "simulator.summary": ("summarize",),
     "simulator.validation": ("compare",),
-    "profiler.checks.spot_check": ("PlannedPolicy", "rounds_differ", "run_requests"),
+    "profiler.checks.differences": ("rounds_differ",),
+    "profiler.checks.spot_check": ("PlannedPolicy", "run_requests"),
     "profiler.latency.table": ("Grid",),
     "profiler.profile": ("Settings", "profile_latency", "profile_trace"),
     "profiler.prompts": ("read_prompts",),

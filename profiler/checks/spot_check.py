@@ -19,7 +19,7 @@ from policies.core import DraftPolicy, Round, own_copy, speculate
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from policies.together import Together, together_of
-from profiler.checks.differences import output_of, rounds_differ, solves
+from profiler.checks.differences import output_of, solves
 from profiler.checks.interleaved import Attempt, CheckWork, Unit, UnitRun, run_interleaved
 from profiler.decoding.batch import BatchedDecoder, Stream, enter, speculate_batch
 from profiler.decoding.forced import ForcedDecoder, ForcedStream
@@ -39,8 +39,6 @@ from traces.store.outputs import Output, RealRun
 if TYPE_CHECKING:
     from profiler.sources.run import SourceRunner
     from traces.sources.base import Source
-
-__all__ = ["DraftModel", "Measured", "PlannedPolicy", "rounds_differ", "run_requests"]
 
 
 @dataclass(frozen=True)
