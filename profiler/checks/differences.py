@@ -104,10 +104,10 @@ def divergences(
 
 
 def comparable(positions: Mapping[int, int], requests: int, learns: bool) -> dict[int, int]:
-    """Return the position up to which rounds compare, of the requests where it is not the end.
+    """Return the position up to which rounds are compared, by request.
 
-    ``positions``: of divergences, by request.  ``learns``: the policy remembers earlier requests,
-    so one that differs changes all that follow.
+    Requests that are compared to their end are left out.  ``positions`` are those of divergences,
+    by request.  If the policy `learns` across requests, one that differs changes all that follow.
     """
     until = dict(positions)
     if learns and until:

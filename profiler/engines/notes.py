@@ -146,7 +146,10 @@ class LogReader:
 
 
 def executed(steps: Sequence[EngineStep], ran: Sequence[tuple[float, float]]) -> list[EngineStep]:
-    """Return steps with what the model's process took in them: its starts and seconds in order."""
+    """Return steps with the seconds that the model's process worked within each.
+
+    ``ran``: when each piece of its work began, in order, and how long it took.
+    """
     starts, until = [start for start, _ in ran], [0.0, *accumulate(s for _, s in ran)]
     known = []
     for step in steps:

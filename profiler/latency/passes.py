@@ -36,7 +36,7 @@ SHORT = 2
 """Draft passes of a short round, at most."""
 
 Pass = Callable[[int, int], Callable[[], object]]
-"""From tokens fed and context to the call that makes the pass."""
+"""A function of the tokens fed and the context that returns the call that makes the pass."""
 
 RoundPoints = Sequence[tuple[int, int]]
 """Widths and contexts."""

@@ -152,10 +152,10 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return an attention function in transformers' sense; takes a mask of `split_mask` alone.
+    """Return the attention, (batch, new_tokens, heads, width), as transformers' functions do.
 
-    ``query`` (batch, heads, new_tokens, width); ``key``, ``value`` (batch, kv_heads, ...).  A
-    mask in more parts than one asks for `split_attention`.
+    ``query`` (batch, heads, new_tokens, width); ``key``, ``value`` (batch, kv_heads, ...).  The
+    mask is one of `split_mask`; with several parts `split_attention` computes the result.
     """
     assert attention_mask is not None
     batch, heads, count, width = query.shape
@@ -182,10 +182,9 @@ def dense_mask(blocks: Sequence[TokenBlock], start: int) -> Tensor:
 
 
 def block_attention(blocks: Sequence[TokenBlock]) -> Callable[..., tuple[Tensor, None]]:
-    """Return an attention function in transformers' sense for one sequence that attends in
-    `blocks`.
+    """Return an attention function for transformers, of one sequence that attends in `blocks`.
 
-    It takes the place of the mask, whatever mask the model was given.
+    It ignores the mask that the model is given.
     """
 
     def attend(

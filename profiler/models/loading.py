@@ -288,7 +288,7 @@ def _load(factory: Any, path: str | Path, what: str, **options: Any) -> Any:
 
 
 def describe_model(model: Any, path: str | Path) -> dict[str, Any]:
-    """Name, revision, shape and ignored settings of a model, for provenance."""
+    """Return name, revision, shape and ignored settings of a model, for provenance."""
     ignored = ignored_settings(model)
     config = model.config.get_text_config()
     heads = config.num_attention_heads

@@ -281,7 +281,7 @@ class Units:
         self._file(name, unit)
 
     def _file(self, name: str, unit: Findings) -> None:
-        """Let a unit take the place of an earlier run's in `units`, unless that one holds more."""
+        """Replace an earlier run's unit in `units`, unless that one holds more."""
         old = self.units.get(name, {"unfinished": True})
         before, now = (len(one.get(self._rows, ())) for one in (old, unit))
         if not is_unfinished(unit) or (is_unfinished(old) and before <= now):

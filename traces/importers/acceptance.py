@@ -128,7 +128,7 @@ class ByStart(Importer):
 
 
 def _lengths(where: str, row: dict[str, Any], drafter: str | None) -> tuple[str, Any]:
-    """Name of the drafter, and the (positions,) tokens of a round from each."""
+    """Return the drafter's name, and the tokens of a round from each position, (positions,)."""
     found: dict[str, Any] = {}
     for key, value in row.items():
         if key.startswith(_PREFIX):
@@ -172,6 +172,6 @@ class SpeculationProfiles(Importer):
                 rounds, rounds * profile.longest, sum(at_least), profile.longest, at_least,
                 meta=meta,
             )  # fmt: skip
-        # Means of an unknown number of rounds: rates stand where counts would.
+        # Means of an unknown number of rounds: rates take the place of counts.
         rates = list(profile.marginal)
         return Totals(None, profile.longest, sum(rates), profile.longest, rates, meta=meta)

@@ -242,7 +242,7 @@ def known_schedules(longest: int) -> Iterator[DraftPolicy]:
 
 
 def _coincidence(rounds: Sequence[Sequence[LoggedRound]]) -> float:
-    """Log of the chance that every round which accepted all its drafts was rejected just there."""
+    """Return the log of the chance that all fully accepted rounds were rejected at their end."""
     flat = np.array([r for turn in rounds for r in turn], dtype=np.int64)
     accepted, drafted = flat[:, 0], flat[:, 1]
     full = drafted[(accepted == drafted) & (drafted > 0)]
@@ -292,7 +292,7 @@ def unexplained_share(
 
 
 def _positions(turn: LoggedTurn, first: int) -> float:
-    """Sum over the rounds of a turn of the output position they began at."""
+    """Return the sum of the output positions at which the rounds of a turn began."""
     steps = np.asarray(turn.accepted, dtype=np.float64) + 1
     return float(first * len(steps) + (np.cumsum(steps) - steps).sum())
 

@@ -104,7 +104,7 @@ class Totals:
 
     @property
     def reach(self) -> int:
-        """Longest draft that the counts say something of."""
+        """Longest draft that the counts describe."""
         if self.per_position is not None:
             return len(self.per_position)
         drafted = self.accepted if self.drafted is None else self.drafted

@@ -57,7 +57,7 @@ def stepped_trace(found: Sequence[Stepped], meta: Mapping[str, Any]) -> Trace:
 class VLLM(Importer):
     """vLLM's responses with per-request metrics, detailed or in summary (JSON or JSON Lines).
 
-    The metrics may stand at the top of an object or in its ``choices``; of the rest,
+    The metrics may be at the top of an object or in its ``choices``; of the rest,
     ``id``, ``usage`` (``prompt_tokens``, ``completion_tokens``), ``finish_reason`` and
     ``category`` are used where present.  Within a step the accepted positions match and
     the next, if more was drafted, does not; after a fully accepted step it is unknown,

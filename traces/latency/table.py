@@ -265,8 +265,8 @@ class LatencyTable:
     def assumed_batch_free(self, model: str = "target") -> LatencyTable:
         """Return the table with passes of one batch size taken to cost the same at every other.
 
-        Without, a table that knows one batch size refuses to say what another costs; one that
-        knows several, of `model`, is returned as it is.
+        Otherwise a table that knows one batch size refuses to say what another costs.  A table that
+        knows several batch sizes of `model` is returned as it is.
         """
         grid = self._grids.get((model, "forward"))
         if grid is not None and not self.is_constant and len(grid.batches) > 1:
@@ -361,7 +361,7 @@ class LatencyTable:
     def cells_for(self, model: str, phase: str) -> tuple[str, str]:
         """Return (model, phase) of the cells that price a step: its own, or the nearest measured.
 
-        Where nothing was, it is the last one looked for.
+        If none of them was measured, it is the last one tried.
         """
         if self.is_constant and phase == "tree":
             phase = "forward"  # a pass costs what a pass costs

@@ -59,7 +59,7 @@ class Checkpoint:
         return sorted(path.name.removesuffix(".npz") for path in self.folder.glob("*.npz"))
 
     def get(self, name: str, of: str = "") -> Columns | None:
-        """Return the arrays kept under `name`, or None; ``of`` as they were kept with."""
+        """Return the arrays kept under `name` with this `of`, or None."""
         path = self.folder / f"{name}.npz"
         if not path.exists():
             return None

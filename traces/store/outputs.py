@@ -129,7 +129,7 @@ class Quality:
     log_likelihood: float
     """The target's mean log-probability of the output, nats per token at T = 1."""
     reference_log_likelihood: float
-    """And of its own greedy output."""
+    """The same of its own greedy output."""
     relative_bleu: float | None
     """BLEU against that output, 0..100 (CM-ASD, Table V); None without sacrebleu."""
     scored: int = 0
@@ -137,13 +137,13 @@ class Quality:
     solved: int = 0
     """Scored prompts that the output solves (see `Output.solved`)."""
     solved_greedy: int = 0
-    """And that the target's own greedy output solves."""
+    """Scored prompts that the target's own greedy output solves."""
     tested: int = 0
     """Prompts whose outputs' code was run (see `Output.passed`)."""
     passed: int = 0
-    """Number of them whose code passes the tests."""
+    """Tested prompts whose code passes."""
     passed_greedy: int = 0
-    """And whose tests the code of the target's own greedy output passes."""
+    """Tested prompts whose greedy output has code that passes."""
 
     @property
     def score(self) -> str:

@@ -228,7 +228,7 @@ def _content(path: Path) -> bytes:
 
 
 def _digest_place(content: bytes) -> slice | None:
-    """Return where the digest stands in the footer."""
+    """Return the place of the digest in the footer; None if there is none."""
     footer = int.from_bytes(content[-8:-4], "little")
     matches = list(_DIGEST.finditer(content, max(0, len(content) - 8 - footer)))
     return slice(*matches[-1].span(1)) if matches else None

@@ -242,7 +242,7 @@ def _find(name_or_path: PathLike, kind: str, folder: Path) -> Path:
 
 
 def _same_pair(name: PathLike, names: Sequence[str], folder: Path) -> list[str]:
-    """Return those of the recordings `names` with costs of the pair that this one's trace is of.
+    """Return the recordings among `names` that hold costs of the pair of the trace `name`.
 
     A head that an engine drafted with is no draft model.
     """

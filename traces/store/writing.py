@@ -28,7 +28,7 @@ PART = ".part"
 
 
 class AtomicFile:
-    """A binary file that takes the place of the one at `path` when it is complete.
+    """A binary file that replaces the one at `path` when it is complete.
 
     Use it as a context manager.  If the block ends with an error, nothing has changed.
 
@@ -159,7 +159,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def _prefix(target: Path) -> str:
-    """Begin of the names of the files that are to replace `target`."""
+    """Return the beginning of the names of the files that are to replace `target`."""
     return f".{target.name[:50]}."
 
 

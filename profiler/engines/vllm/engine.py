@@ -2,8 +2,7 @@
 
 Written against vLLM 0.32.  Loads share one engine in slices of time by `lent_blocks`: a runner
 takes requests out of its batch that a scheduler's plan leaves out, and in again when they are
-planned
-(v1/worker/gpu_model_runner.py, ``_update_states``).
+planned (v1/worker/gpu_model_runner.py, ``_update_states``).
 """
 
 from __future__ import annotations
@@ -256,7 +255,7 @@ def lent_blocks(core: Any, blocks: Sequence[int]) -> Iterator[list[Any]]:
 
 
 def _like(core: Any) -> Any:
-    """Return another scheduler with all that `core` gave its own."""
+    """Return another scheduler, made with the arguments of the scheduler of `core`."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     own = core.scheduler
@@ -276,7 +275,7 @@ def _pool(scheduler: Any) -> Any:
 
 
 def _keep_only(pool: Any, ids: Container[int]) -> list[Any]:
-    """Take all blocks from an idle pool but those; what was taken."""
+    """Take all blocks but `ids` from an idle pool, and return them."""
     every = pool.get_new_blocks(pool.get_num_free_blocks())
     pool.free_blocks([block for block in every if block.block_id in ids])
     return [block for block in every if block.block_id not in ids]
