@@ -86,10 +86,10 @@ def test_a_mixed_folder_is_refused_by_name(folder: Path, run: Run) -> None:
         ({"run_id": None}, "is of another run than"),
         ({"threads": 3}, "their threads is 3 and"),
         ({"dtype": "float16"}, "their dtype is 'float16' and 'float32'"),
-        ({"target": -1}, "is damaged: target is -1"),
-        ({"device": True}, "is damaged: device is True"),
-        ({"threads": 10**11}, "is damaged: threads is 100000000000"),
-        ({"model": "x"}, "is damaged: model is 'x'"),
+        ({"target": -1}, "run.json has target=-1: copy it again"),
+        ({"device": True}, "run.json has device=True: copy it again"),
+        ({"threads": 10**11}, "run.json has threads=100000000000: copy it again"),
+        ({"model": "x"}, "run.json does not have the fields"),
     ],
 )
 def test_a_damaged_run_file_is_named_before_any_work(

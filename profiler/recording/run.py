@@ -6,16 +6,15 @@ import hashlib
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
 from profiler.fetched import places
 from traces.errors import DraftsimError, FileError
-from traces.store.header import is_whole
+from traces.store.header import FieldCheck, from_row, is_whole
 from traces.store.identity import RUN_ID, check_folder
 from traces.store.parquet import read_meta
 from traces.store.text import read_object
@@ -103,22 +102,14 @@ def read_info(folder: Path, trust_remote_code: bool = False) -> RunInfo:
             f"{folder} is not a run folder (it has no {NAME}): "
             "make one with `draftsim profile --out`"
         )
-    info = RunInfo(**_fields(path), trust_remote_code=trust_remote_code)
-    check_folder(folder)
-    _check_recordings(folder, info)
-    return info
-
-
-def _fields(path: Path) -> dict[str, Any]:
-    """Return the fields of `RunInfo` in a run's own file; FileError names a damaged one."""
     found = read_object(path, AGAIN)
     if TRUST in found:
         raise FileError(f"{path} may not say {TRUST}: {AGAIN}")
-    for name in [*_FIELDS, *found]:
-        value = found.get(name)
-        if name not in _FIELDS or not _FIELDS[name](value):
-            raise FileError(f"{path} is damaged: {name} is {shown(value)}: {AGAIN}")
-    return found
+    info = from_row(RunInfo, str(path), found, _FIELDS, AGAIN)
+    info = replace(info, trust_remote_code=trust_remote_code)
+    check_folder(folder)
+    _check_recordings(folder, info)
+    return info
 
 
 def _check_recordings(folder: Path, info: RunInfo) -> None:
@@ -145,7 +136,7 @@ def _name(value: Any) -> bool:
     return isinstance(value, str) and value != "" and value.isprintable()
 
 
-_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+_FIELDS: Mapping[str, FieldCheck] = {
     **dict.fromkeys(("target", "draft", "device"), _name),
     "dtype": lambda value: value in (None, "float32", "bfloat16", "float16"),
     "threads": lambda value: value is None or is_whole(value, 1, 4096),
