@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
@@ -247,24 +246,18 @@ def read_measured(path: PathLike) -> MeasuredRuns:
     meta = meta_of(path, header)
     if not table.num_rows:
         raise file_error(path, "holds no run", "measure again")
-    for name, kind in _KINDS.items():
-        if name in table.column_names:
-            column = table.column(name)
-            gaps = column.null_count if name not in OFF_COLUMNS else 0
-            if not kind(column.type) or gaps:
-                raise file_error(
-                    path, f"column {name!r} is of type {column.type}, with {gaps} gaps"
-                )
+    for name, (is_of_type, least) in _COLUMNS.items():
+        if name not in table.column_names:
+            continue
+        column, may_lack = table.column(name), name in OFF_COLUMNS
+        gaps = 0 if may_lack else column.null_count
+        if not is_of_type(column.type) or gaps:
+            raise file_error(path, f"column {name!r} is of type {column.type}, with {gaps} gaps")
+        if least is not None:
+            values = column.to_numpy()
+            sound = ((values >= least) & (values <= MOST)) | (np.isnan(values) & may_lack)
+            check_rows(path, {f"{least} <= {name} <= {MOST}": sound})
     times = table.to_pandas()
-    least = {"batch": 1, "repeat": 0, "wall_s": 0, "rounds": 0, "off_s": 0, "repeated": 0}
-    check_rows(
-        path,
-        {
-            f"{low} <= {name} <= {MOST}": _within(times, name, low)
-            for name, low in least.items()
-            if name in times
-        },
-    )
     _check_whole(path, times)
     return MeasuredRuns(times, meta)
 
@@ -273,19 +266,14 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-_KINDS: Mapping[str, Callable[[pa.DataType], bool]] = {
-    **dict.fromkeys(("policy", "verify", "request", "pair", "mode"), _is_text),
-    **dict.fromkeys(("batch", "repeat", "rounds", "repeated"), pa.types.is_integer),
-    **dict.fromkeys(("wall_s", "off_s"), pa.types.is_floating),
-    "forced": pa.types.is_boolean,
+_COLUMNS: Mapping[str, tuple[Callable[[pa.DataType], bool], int | None]] = {
+    **dict.fromkeys(("policy", "verify", "request", "pair", "mode"), (_is_text, None)),
+    "forced": (pa.types.is_boolean, None),
+    "batch": (pa.types.is_integer, 1),
+    **dict.fromkeys(("repeat", "rounds", "repeated"), (pa.types.is_integer, 0)),
+    **dict.fromkeys(("wall_s", "off_s"), (pa.types.is_floating, 0)),
 }
-
-
-def _within(times: pd.DataFrame, name: str, low: float) -> npt.NDArray[np.bool_]:
-    """Return True for values in range; unmeasured values are NaN and allowed."""
-    values = times[name].to_numpy(float)
-    unwatched = np.isnan(values) & (name in OFF_COLUMNS)
-    return np.asarray(unwatched | ((values >= low) & (values <= MOST)))
+"""The check of each column's type, and the least of its numbers."""
 
 
 def _check_whole(path: PathLike, times: pd.DataFrame) -> None:
