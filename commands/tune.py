@@ -16,6 +16,7 @@ from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.engine.check import TRIED, WITH_DEFAULTS, check_trial, say_tried, try_settings
 from commands.engine.options import DefaultsOption
+from policies.registry import NO_SPECULATION
 from simulator.hardware.scaling import bounds_of, said_calibrate
 from simulator.pricing import extras_of, missing_parts
 from simulator.serving.cost import EngineCost
@@ -298,8 +299,8 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
     left_out = {name for name, value in usual.items() if all(row[name] == value for row in rows)}
     if rows[0]["served_tok_s"] is None:
         left_out.add("decode_gain")  # which is the gain
-    if rows[0]["engine"] == "vllm":
-        left_out |= {"default", "default_gain"}  # no speculation, hence the gain
+    if all(row["default"] == NO_SPECULATION for row in rows):
+        left_out |= {"default", "default_gain"}  # hence the gain
     every = (*SHOWN, *CARRIED, "assumed", *CHECKED[:-2])
     return [name for name in every if name not in left_out]
 

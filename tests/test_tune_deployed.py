@@ -11,12 +11,15 @@ import pytest
 
 from policies.batch.engines import TensorRTLLM
 from policies.core import Load
-from policies.lengths.basic import Autoregressive
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.aggregate.positions import of_trace
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
+from simulator.tune.costs import RESTING
 from simulator.tune.formats import SettingsError, check_settings, read_settings
+from simulator.tune.served import closed_load, served_rates
 from simulator.tune.tensorrt_llm import tune_dynamo, tune_tensorrt_llm
 from tests.conftest import Run
+from tests.tuning import batched, iid
 from traces.acceptance.synthetic import synthetic_trace, trace_by_position
 from traces.latency.table import LatencyTable
 from traces.store.recordings import find_latency, find_trace
@@ -80,6 +83,24 @@ def test_dynamos_rows_are_of_the_one_length_that_its_mocker_drafts() -> None:
     found = tune_dynamo(trace, latency, [1, 4], lengths=(0, 2, 4), draws=20)
     document: Any = found.document
     assert {row["setting"] for row in found.rows} == {f"K={document['aic_nextn']}"}
+
+
+def test_dynamos_rows_are_of_its_one_length_where_resting_would_be_faster() -> None:
+    """At batch 64 K = 0 loses less than any draft, but Dynamo has no table to write it into."""
+    trace, latency = iid(0.7, 20, 40), batched()
+    found = tune_dynamo(trace, latency, [1, 64], lengths=(0, 1, 3), draws=20)
+    document: Any = found.document
+    k = document["aic_nextn"]
+    assert [row["setting"] for row in found.rows] == [f"K={k}", f"K={k}"]
+    assert [row["deploy"] for row in found.rows] == ["on", "off"]
+    load = closed_load(trace, 64, latency=latency)
+    lone = served_rates(trace, latency, [Fixed(k), RESTING], load).mean(axis=1)
+    assert found.rows[1]["served_tok_s"] == pytest.approx(lone[0], rel=1e-12)
+    assert lone[1] > lone[0]
+    said = " ".join(found.warnings)
+    assert "because it drafts at every load: start the server without aic_nextn" in said
+    assert "table" not in said
+    assert "K = 0" not in said
 
 
 def test_an_engine_is_started_without_its_own_option() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from simulator.pricing import extras_of
 from simulator.serving.cost import TableCost
 from simulator.tune.costs import DEFAULT_LENGTHS, longest_draft
 from simulator.tune.formats import BY_BATCH
-from simulator.tune.gains import ON
 from simulator.tune.settings import Tuned
 from simulator.tune.vllm import tune_vllm
 from traces.acceptance.trace import Trace
@@ -22,8 +22,6 @@ from traces.latency.table import LatencyTable
 
 WINDOW = (8, 1000)
 """Fewest and most completed requests of an acceptance window."""
-WITHOUT = {"tensorrt-llm": "speculative_config", "dynamo": "aic_nextn"}
-"""Each engine's name for what vLLM calls ``--speculative-config``."""
 SURE = 4.0
 """Standard errors between the expected acceptance and the threshold of a window."""
 
@@ -47,9 +45,11 @@ def tune_tensorrt_llm(
     """
     kept, shortened = sorted(set(lengths)), False
     while True:
-        found = tune_vllm(trace, latency, batches, lengths=kept, **options)
+        found = tune_vllm(
+            trace, latency, batches, lengths=kept, engine="tensorrt-llm", **options
+        )  # fmt: skip
         if found.document is None:
-            return _for_engine("tensorrt-llm", found)
+            return replace(found, engine="tensorrt-llm")
         table = found.document[BY_BATCH]
         first, longest = table[0][-1], max(row[-1] for row in table)
         if first == longest:
@@ -76,19 +76,8 @@ def tune_tensorrt_llm(
         if any(row[-1] == 0 for row in table) else
         f"beyond batch {table[-1][1]} nothing is drafted"
     )  # fmt: skip
-    return _for_engine("tensorrt-llm", found, document, *more)
-
-
-def _for_engine(
-    engine: str, found: Tuned, document: Mapping[str, Any] | None = None, *more: str
-) -> Tuned:
-    """Return vLLM's result as that of another engine; `more` are warnings of its own."""
-    rows = [{**row, "engine": engine} for row in found.rows]
-    kept = [
-        w.replace("--speculative-config", WITHOUT[engine])
-        for w in found.warnings if "vLLM keeps the last K" not in w
-    ]  # fmt: skip
-    return Tuned(engine, document, rows, [*kept, *more])
+    warnings = [*found.warnings, *more]
+    return replace(found, engine="tensorrt-llm", document=document, warnings=warnings)
 
 
 def _gate(trace: Trace, latency: LatencyTable, drafted: Mapping[int, int]) -> Mapping[str, Any]:
@@ -133,24 +122,18 @@ def tune_dynamo(
 ) -> Tuned:
     """Return the acceptance that Dynamo's mocker is to draw, at the best draft length.
 
-    ``aic_nextn`` is one K for all loads: that of the largest batch size at which `tune_vllm` says
-    to draft.  Rows are those of a second search, with that K alone.  ``aic_nextn_accept_rates``
-    are the chances of each token, given that those before it were accepted.  Options and errors are
-    those of `tune_vllm`.
+    ``aic_nextn`` is one K for all loads, chosen as `tune_vllm` says of ``one_length``.
+    ``aic_nextn_accept_rates`` are the chances of each token, given that those before it were
+    accepted.  Options and errors are those of `tune_vllm`.
     """
     most = min(MOST_DYNAMO, longest_draft(trace) or MOST_DYNAMO)
-    kept = sorted({k for k in lengths if k <= most})
-    found = tune_vllm(trace, latency, batches, lengths=kept, **options)
-    drafting = [row["batch"] for row in found.rows if row["deploy"] == ON]
-    if found.document is None or not drafting:
-        return _for_engine("dynamo", found)
-    most = max(drafting)
-    k = next(k for low, high, k in found.document[BY_BATCH] if low <= most <= high)
-    if any(row[-1] != k for row in found.document[BY_BATCH]):
-        # The rows are to say what this K gives at every load.
-        found = tune_vllm(trace, latency, batches, lengths=[k], **options)
-        if found.document is None:
-            return _for_engine("dynamo", found)
+    found = tune_vllm(
+        trace, latency, batches, lengths=[k for k in lengths if k <= most], engine="dynamo",
+        one_length=True, **options,
+    )  # fmt: skip
+    if found.document is None:
+        return replace(found, engine="dynamo")
+    k = found.document["num_speculative_tokens"]
     # Acceptance that was given is known better than by the rounds drawn from it.
     given = trace.meta["survival"][:k] if trace.meta.get("kind") == "acceptance" else None
     found_by = of_trace("", trace, k) if given is None else of_survival("", given)
@@ -159,4 +142,5 @@ def tune_dynamo(
         "aic_nextn": k, "aic_nextn_accept_rates": ",".join(f"{rate:.4f}" for rate in rates),
     }  # fmt: skip
     said = f"Dynamo's mocker drafts K = {k} at every load"
-    return _for_engine("dynamo", found, document, said)
+    warnings = [*found.warnings, said]
+    return replace(found, engine="dynamo", document=document, warnings=warnings)

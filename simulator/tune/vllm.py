@@ -36,6 +36,11 @@ from traces.acceptance.trace import Trace
 from traces.aliases import Count, Progress, silent
 from traces.latency.table import LatencyTable
 
+WITHOUT = {
+    "vllm": "--speculative-config", "tensorrt-llm": "speculative_config", "dynamo": "aic_nextn",
+}  # fmt: skip
+"""The option that each engine is started without if it is not to draft."""
+
 
 def tune_vllm(
     trace: Trace,
@@ -49,6 +54,8 @@ def tune_vllm(
     draws: int = 1000,
     seed: int = 0,
     progress: Progress = silent,
+    engine: str = "vllm",
+    one_length: bool = False,
 ) -> Tuned:
     """Search ``num_speculative_tokens_per_batch_size``: K by batch size.
 
@@ -78,7 +85,7 @@ def tune_vllm(
     contexts:
         Cached tokens per sequence searched then; by default those measured.
     lengths:
-        Draft lengths tried.
+        Draft lengths tried; a table also tries 0.
     slo:
         Targets of a request.
     draws:
@@ -87,11 +94,16 @@ def tune_vllm(
         Seed of the bootstrap and of the requests served.
     progress:
         Called with what is served (`traces.aliases.Progress`).
+    engine:
+        Engine named in rows and warnings: one of `WITHOUT`.
+    one_length:
+        Search ``num_speculative_tokens`` alone, one K above 0 for all loads: that of the largest
+        batch at which it is served faster than no speculation.
 
     Raises
     ------
     DraftsimError
-        For impossible batches or contexts, or an empty recording.
+        For impossible batches or contexts, no draft length, or an empty recording.
     """
     where: list[int | None] = [None]
     if by_context:
@@ -99,7 +111,8 @@ def tune_vllm(
             costs.rising("contexts", contexts or costs.default_contexts(latency, max(lengths)))
         )
     sizes = costs.rising("batches", batches or latency.usual_batches)
-    plain, logs = costs.fixed_logs(trace, sorted({0, *lengths}))
+    tried = set(lengths) - {0} if one_length else {0, *lengths}
+    plain, logs = costs.fixed_logs(trace, sorted(tried))
     priced = [plain, *logs.values()]
     options = list(logs)
     weights = resamples(len(trace.requests), draws, seed)
@@ -134,7 +147,16 @@ def tune_vllm(
         [gains.Objective(g.tokens[1:], g.seconds[1:], weights) for g in row] for row in grids
     ]
     good = [np.ones(len(options), bool) if by_context else served.unbeaten(r) for r in alone]
-    first = _choose(objectives, good)
+    bare_rates = [rates for (rates,) in served.searched_rates([[o] for o in off], targets)]
+
+    def choice(part: Bools | None = None) -> Ints:
+        """Return the options chosen on all prompts, or on some."""
+        found = _choose(
+            [[o if part is None else o.on(part) for o in row] for row in objectives], good
+        )
+        return _at_every_load(found, alone, bare_rates) if one_length else found
+
+    first = choice()
 
     @cache
     def together(ranges: str) -> list[served.Outcome]:
@@ -149,14 +171,13 @@ def tune_vllm(
     def serve(table: Ints) -> Floats:
         return np.concatenate(served.searched_rates([[own] for own in whole(table)], targets))
 
-    found = served.smoothed(served.mended(first, alone, serve), alone, serve)
+    found = served.held(first, alone, serve) if one_length else (
+        served.smoothed(served.mended(first, alone, serve), alone, serve)
+    )  # fmt: skip
     table = found.table
     # What serving put in place of a choice, all prompts chose.
     kept = (table == first).all(axis=1)
-    halves = [
-        _choose([[o.on(half) for o in row] for row in objectives], good)
-        for half in (~second, second)
-    ] if held_out else None  # fmt: skip
+    halves = [choice(half) for half in (~second, second)] if held_out else None
     drawn = gains.resampled(trace, second, gains.DRAWS, seed)
     own, rest = _on_draws(
         latency, drawn, loads, targets,
@@ -174,7 +195,7 @@ def tune_vllm(
         against, now = gains.Against(own[i], rest[i], drawn.told), whole(table)[i]
         served_tok_s, share = now.mean(targets[i])
         row = row_of(
-            "vllm", grid, latency, setting=f"K={options[option]}",
+            engine, grid, latency, setting=f"K={options[option]}",
             deploy=gains.to_deploy(against.faster, now.meets(slo), off[i].meets(slo)),
             served_tok_s=served_tok_s, gain=against.gain,
             decode_tok_s=grid.batch * float(o.rates[option]), decode_gain=chosen,
@@ -197,24 +218,26 @@ def tune_vllm(
             "vLLM 0.32 reads rows [lo, hi, K] only and refuses those with contexts: use this form "
             "with a vLLM that documents it"
         )
-    if table[-1].any():
+    if engine == "vllm" and table[-1].any():
         more.append(
             f"vLLM keeps the last K beyond batch {sizes[-1]}, the largest searched: "
             "search on, or limit max_num_seqs"
         )
-    document = {
-        # vLLM refuses a window of 0, so a table that never drafts is given one of 1.
-        "num_speculative_tokens": max(1, *(options[k] for k in table.ravel())),
-        BY_BATCH: table_rows(table, sizes, where, options),
+    # vLLM refuses a window of 0, so a table that never drafts is given one of 1.
+    document: dict[str, Any] = {
+        "num_speculative_tokens": max(1, *(options[k] for k in table.ravel()))
     }
+    if not one_length:
+        document[BY_BATCH] = table_rows(table, sizes, where, options)
     deployed = {row["batch"] for row in rows if row["deploy"] != gains.OFF}
     bare = {b: o.mean(counted) for b, o, counted in zip(sizes, off, targets, strict=True)}
     plain_tok_s = [None if b in deployed else bare[b][0] for b in sizes]
     more += about_every_length(sizes, options, table, alone, plain_tok_s)
     return decided(
         "vllm", trace, latency, slo, rows, [grid for own in grids for grid in own], bare, document,
-        reason="because the draft model reads every prompt and, where K is 0, every token",
-        remedy="start the server without --speculative-config for loads that stay there", more=more,
+        reason="because it drafts at every load" if one_length else
+        "because the draft model reads every prompt and, where K is 0, every token",
+        remedy=f"start the server without {WITHOUT[engine]} for loads that stay there", more=more,
     )  # fmt: skip
 
 
@@ -272,6 +295,18 @@ def _choose(objectives: Sequence[Sequence[gains.Objective]], good: Sequence[Bool
     by_batch = gains.shared_by_neighbours(allowed)
     by_context = gains.shared_by_neighbours(np.swapaxes(by_batch, 0, 1))
     return np.asarray(np.swapaxes(by_context, 0, 1).argmax(axis=2))
+
+
+def _at_every_load(table: Ints, alone: Sequence[Floats], plain: Sequence[Floats]) -> Ints:
+    """Return the option of the largest batch at which it is faster than no speculation, everywhere.
+
+    That of the smallest batch, if it is faster at none.
+    """
+    faster = [
+        i for i, (rates, bare) in enumerate(zip(alone, plain, strict=True))
+        if served.beaten(bare, rates[table[i, 0]])
+    ]  # fmt: skip
+    return np.full_like(table, table[max(faster, default=0), 0])
 
 
 def about_every_length(
