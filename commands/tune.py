@@ -109,7 +109,8 @@ class Searched:
         int | None,
         typer.Option(
             min=4,
-            help="Bootstrap resamples over prompts. Default: 1000; 8 for sglang, each served.",
+            help="Bootstrap resamples over prompts. Default: 1000; 8 for SGLang's adaptive "
+            "steps, each served.",
         ),
     ] = None
     seed: Annotated[
@@ -169,13 +170,13 @@ def _tune(
     """Search a setting, print and write it; with `trial`, serve with it in its engine."""
     targets = None if asked.slo is None else parse_targets(asked.slo)
     recording = inputs.load(chooses="tune")
-    launch.check_drafter(engine, recording)
+    method = launch.check_drafter(engine, recording)
     recorded, out, json = recording.trace, asked.out, asked.json
     search = Search(
         engine, None if asked.batch is None else batch_sizes("--batch", asked.batch),
         asked.by_context,
         None if asked.context is None else batch_sizes("--context", asked.context, MOST_CONTEXT),
-        asked.by_length,
+        asked.by_length, method,
     )  # fmt: skip
     recording = recording.in_graphs(graphs.graphs, search.largest(recording.latency))
     table = inputs.priced(recording)
@@ -311,7 +312,7 @@ def _headline(rows: list[dict[str, Any]]) -> str:
     for row in rows:  # of several contexts, all settings at a batch
         at = here.setdefault(row["batch"], {**row, "settings": {}})
         at["settings"].setdefault(row["setting"], []).append(f"{row.get('context') or 0:,}")
-    steps = "steps " if rows[0]["engine"] == "sglang" else ""
+    steps = "steps " if rows[0]["setting"][:1].isdigit() and rows[0]["engine"] == "sglang" else ""
     on = [
         f"{steps}{_by_context(row['settings'])} at batch {batch}"
         + _gained(row)

@@ -14,7 +14,7 @@ import pytest
 
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
-from policies.lengths.basic import Autoregressive
+from policies.lengths.basic import Autoregressive, Fixed
 from policies.lengths.huggingface import Confidence
 from simulator.tune.formats import read_settings
 from simulator.tune.served import closed_load, compare_served, served_rates
@@ -157,8 +157,31 @@ def test_the_drafter_that_the_recording_names_is_in_the_file_and_the_line(
     assert line.startswith("vllm serve org/target --speculative-config ")
     assert json.loads(shlex.split(line)[-1]) == written
     assert read_settings(recorded.out)[0] == "vllm"
-    sglang = run("tune", "--engine", "sglang", *command, "--batch", "1").document["launch"]
-    assert "--speculative-algorithm STANDALONE --speculative-draft-model-path org/draft" in sglang
+
+
+def test_sglang_gets_fixed_steps_for_a_draft_model(run: Run, recorded: SimpleNamespace) -> None:
+    """SGLang adapts the steps of EAGLE's heads alone (``adaptive_unsupported_reason``)."""
+    trace = synthetic_trace(0.7, requests=12, tokens=40, max_gamma=24, concentration=4.0, seed=1)
+    models = {"target": {"path": "org/target"}, "draft": {"path": "org/draft"}}
+    write_trace(replace(trace, meta={**trace.meta, **models}), recorded.folder / "trace.parquet")
+    ran = run("tune", "--engine", "sglang", "--trace", recorded.folder, "--resamples", "4",
+              "--batch", "1,64", "--out", recorded.out, "--json", "-").ok()  # fmt: skip
+    written = json.loads(recorded.out.read_text())
+    k = written["speculative-num-steps"]
+    assert written == {
+        "speculative-num-steps": k, "speculative-eagle-topk": 1,
+        "speculative-num-draft-tokens": k + 1,
+    }  # fmt: skip
+    assert {row["setting"] for row in ran.rows} == {f"K={k}"}
+    line = ran.document["launch"]
+    assert line.endswith(
+        "--speculative-algorithm STANDALONE --speculative-draft-model-path org/draft "
+        f"--speculative-num-steps {k} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {k + 1}"
+    )
+    assert f"SGLang adapts no steps of a draft model (STANDALONE): it drafts K = {k}" in ran.said
+    engine, policy = read_settings(recorded.out)
+    assert (engine, repr(policy)) == ("sglang", repr(Fixed(k)))
 
 
 def test_a_lookup_is_vllms_method_with_the_sizes_that_were_replayed(

@@ -15,6 +15,7 @@ from simulator.tune.formats import (
     check_settings,
     check_sglang,
     check_vllm,
+    fixed_steps,
 )
 from simulator.tune.settings import Tuned, write_settings
 from traces.errors import FileError
@@ -110,6 +111,9 @@ def test_configurations_sglang_takes(document: dict[str, Any]) -> None:
         ),
         ({"1": {"candidate_steps": [1]}, "strategy": "throughput_aware"}, "expected 'ema'"),
         ({"1": {"candidate_steps": [1]}, "candidate_steps": [1]}, "neither a batch size"),
+        ({"speculative-num-steps": 0}, "whole number, 1 to"),
+        ({"speculative-num-steps": 3}, "speculative-eagle-topk is None: expected 1"),
+        ({**fixed_steps(3), "speculative-num-draft-tokens": 3}, "expected 4, for one chain of 3"),
     ],
 )
 def test_configurations_sglang_refuses(document: dict[str, Any], message: str) -> None:

@@ -41,14 +41,18 @@ ROWS = {3: "[lo, hi, K]", 5: "[lo, hi, context_lo, context_hi, K]"}
 HF_KEYS = (
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
 )  # fmt: skip
+SGLANG_KEYS = (
+    "speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens",
+)  # fmt: skip
+"""SGLang's options for steps that stay the same, without their dashes."""
 LLAMACPP_KEYS = ("spec-draft-n-max", "spec-draft-n-min", "spec-draft-p-min")
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 ENGINE_OF: Mapping[str, str] = {
     BY_LENGTH: "vllm", "draft_len_schedule": "tensorrt-llm", "aic_nextn": "dynamo",
     BY_BATCH: "vllm", HF_KEYS[0]: "hf", LLAMACPP_KEYS[0]: "llamacpp",
-    "num_speculative_tokens": "vllm",
+    "num_speculative_tokens": "vllm", SGLANG_KEYS[0]: "sglang",
 }  # fmt: skip
-"""The engine that reads a key; SGLang's keys are batch sizes."""
+"""The engine that reads a key; the keys of SGLang's adaptive steps are batch sizes."""
 OWN_KEYS = {"hf": HF_KEYS, "llamacpp": LLAMACPP_KEYS}
 """The keys of engines whose files have others, which are left alone."""
 
@@ -121,13 +125,29 @@ def _continuous(name: str, contexts: Sequence[Sequence[int]]) -> None:
             _fail(name, after, f"{rule} {low}..{high}")
 
 
-def check_sglang(document: Mapping[str, Any]) -> SGLangAdaptive:
-    """Check SGLang's ``--speculative-adaptive-config``, and return its policy.
+def fixed_steps(length: int) -> dict[str, Any]:
+    """Return SGLang's options for drafts of one length at every load.
+
+    >>> fixed_steps(3)["speculative-num-draft-tokens"]
+    4
+    """
+    return dict(zip(SGLANG_KEYS, (length, 1, length + 1), strict=True))
+
+
+def check_sglang(document: Mapping[str, Any]) -> SGLangAdaptive | Fixed:
+    """Check SGLang's ``--speculative-adaptive-config`` or `fixed_steps`, and return the policy.
 
     Keys are batch sizes as digits, each with ``candidate_steps`` (whole numbers >= 0),
     and settings, for all slots or within one.  A slot serves batches from its size on, so
     without one for 1 the smallest would serve batches it was not meant for.
     """
+    if SGLANG_KEYS[0] in document:
+        steps = document[SGLANG_KEYS[0]]
+        _check_whole(SGLANG_KEYS[0], steps, 1, MOST_DRAFTED)
+        for key, value in fixed_steps(steps).items():
+            if document.get(key) != value:
+                _fail(key, document.get(key), f"expected {value}, for one chain of {steps} drafts")
+        return Fixed(steps)
     if (strategy := document.get("strategy", "ema")) != "ema":
         _fail("strategy", strategy, "expected 'ema', the strategy these slots are for")
     policy = _made(SGLangAdaptive, {k: v for k, v in document.items() if k != "strategy"})
@@ -258,7 +278,8 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[str, Policy]:
     if engine is None:
         raise SettingsError(
             f"{path}: expected num_speculative_tokens (vLLM), a slot such as "
-            '{"1": {"candidate_steps": [1]}} (SGLang), num_assistant_tokens (transformers), '
+            '{"1": {"candidate_steps": [1]}} or speculative-num-steps (SGLang), '
+            "num_assistant_tokens (transformers), "
             "spec-draft-n-max (llama.cpp), draft_len_schedule (TensorRT-LLM) or aic_nextn (Dynamo)"
         )
     own = {key: document[key] for key in OWN_KEYS.get(engine, document) if key in document}

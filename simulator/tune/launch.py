@@ -18,7 +18,7 @@ from typing import Any
 from simulator.aggregate.advice import PredictedSpeed
 from simulator.hardware.roofline import FORMATS
 from simulator.recording import Recording
-from simulator.tune.formats import BY_BATCH, CHECKS, merged
+from simulator.tune.formats import BY_BATCH, CHECKS, SGLANG_KEYS, fixed_steps, merged
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
@@ -166,7 +166,7 @@ def _speculating(engine: str, document: Mapping[str, Any], file: str, drafter: N
             config["model"] = known.pop("model", DRAFT)
         return f" --speculative-config {shlex.quote(json.dumps(config | known))}"
     if engine == "sglang":
-        options = _options(document) if "speculative-num-steps" in document else (
+        options = _options(document) if SGLANG_KEYS[0] in document else (
             " --speculative-eagle-topk 1 --speculative-adaptive --speculative-adaptive-config "
             + shlex.quote(file)
         )  # fmt: skip
@@ -244,16 +244,22 @@ def about_sharing(engine: str, drafter: NamedDrafter, latency: LatencyTable) -> 
     )
 
 
-def check_drafter(engine: str, recording: Recording) -> None:
-    """Raise DraftsimError if `engine` is given no setting for the drafter."""
+def check_drafter(engine: str, recording: Recording) -> str | None:
+    """Return vLLM's name of the drafter's method; None if unknown, or of no use to `engine`.
+
+    Raises DraftsimError if no setting of `engine` is known for the drafter.
+    """
     source = recording.source
     if isinstance(source, LookupSource) and (engine != "vllm" or source.name not in METHODS):
         raise DraftsimError(
             f"no setting of {engine} is known for the lookup {source.name}: settings for vLLM's "
             "n-gram method are, so name --engine vllm and --source ngram"
         )
-    if engine in BY_METHOD:
-        _named(engine, named_models(recording, recording.latency)[1].method)
+    if engine not in BY_METHOD:
+        return None
+    method = named_models(recording, recording.latency)[1].method
+    _named(engine, method)
+    return method
 
 
 def named_models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:
@@ -367,10 +373,7 @@ def setting(
     chosen = rows[0] if rows[0].k else max(rows, key=lambda row: row.k)
     k = chosen.k
     if engine == "sglang":
-        return {
-            "speculative-num-steps": k, "speculative-eagle-topk": 1,
-            "speculative-num-draft-tokens": k + 1,
-        }  # fmt: skip
+        return fixed_steps(k)
     if engine == "llamacpp":
         stop = {"spec-draft-p-min": chosen.p_min} if chosen.p_min else {}
         return {"spec-draft-n-max": k, **stop}

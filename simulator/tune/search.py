@@ -8,7 +8,7 @@ from typing import Any
 
 from simulator.tune.formats import CHECKS
 from simulator.tune.settings import Tuned
-from simulator.tune.sglang import tune_sglang
+from simulator.tune.sglang import tune_sglang, tune_standalone
 from simulator.tune.single import ONE_REQUEST, tune_single
 from simulator.tune.tensorrt_llm import tune_dynamo, tune_tensorrt_llm
 from simulator.tune.vllm import by_length, tune_vllm
@@ -38,6 +38,8 @@ class Search:
         vLLM's form by batch and context, at these contexts; None: those measured.
     by_length:
         vLLM's form by sequence length, at one batch size (by default 1).
+    method:
+        vLLM's method of the drafter, if known: SGLang adapts no steps of a ``draft_model``.
 
     Raises
     ------
@@ -50,6 +52,7 @@ class Search:
     by_context: bool = False
     contexts: Sequence[int] | None = None
     by_length: bool = False
+    method: str | None = None
 
     def __post_init__(self) -> None:
         if self.engine not in CHECKS:
@@ -88,5 +91,8 @@ class Search:
         if self.engine == "vllm":
             by_context = self.by_context or self.by_length or self.contexts is not None
             options |= {"by_context": by_context, "contexts": self.contexts}
-        found = SEARCHES[self.engine](trace, latency, batches, progress=progress, **options)
+        tune = SEARCHES[self.engine]
+        if self.engine == "sglang" and self.method == "draft_model":
+            tune = tune_standalone
+        found = tune(trace, latency, batches, progress=progress, **options)
         return by_length(found) if self.by_length else found

@@ -19,8 +19,9 @@ from simulator.executors import results_of
 from simulator.serving.scenario import Scenario
 from simulator.targets import Targets
 from simulator.tune import costs, gains, served
-from simulator.tune.formats import merged
+from simulator.tune.formats import fixed_steps, merged
 from simulator.tune.settings import Tuned, about_row, about_served, decided, row_of
+from simulator.tune.vllm import tune_vllm
 from traces.acceptance.trace import Trace
 from traces.aliases import Count, Progress, silent
 from traces.errors import DraftsimError
@@ -145,6 +146,23 @@ def tune_sglang(
         remedy="start the server without --speculative-algorithm for loads that stay there",
         more=["SGLang adapts the steps of EAGLE and EAGLE3 drafts with topk 1 only"],
     )  # fmt: skip
+
+
+def tune_standalone(
+    trace: Trace, latency: LatencyTable, batches: Sequence[int] | None = None, **options: Any
+) -> Tuned:
+    """Search ``--speculative-num-steps`` for a draft model, whose steps SGLang does not adapt.
+
+    One K for all loads, chosen as `simulator.tune.vllm.tune_vllm` says of ``one_length``.  Options
+    and errors are those of `tune_vllm`.
+    """
+    found = tune_vllm(trace, latency, batches, engine="sglang", one_length=True, **options)
+    if found.document is None:
+        return replace(found, engine="sglang")
+    k = found.document["num_speculative_tokens"]
+    said = f"SGLang adapts no steps of a draft model (STANDALONE): it drafts K = {k} at every load"
+    warnings = [*found.warnings, said]
+    return replace(found, engine="sglang", document=fixed_steps(k), warnings=warnings)
 
 
 def _lists(

@@ -37,7 +37,8 @@ from traces.aliases import Count, Progress, silent
 from traces.latency.table import LatencyTable
 
 WITHOUT = {
-    "vllm": "--speculative-config", "tensorrt-llm": "speculative_config", "dynamo": "aic_nextn",
+    "vllm": "--speculative-config", "sglang": "--speculative-algorithm",
+    "tensorrt-llm": "speculative_config", "dynamo": "aic_nextn",
 }  # fmt: skip
 """The option that each engine is started without if it is not to draft."""
 
