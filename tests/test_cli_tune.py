@@ -293,8 +293,8 @@ def test_a_file_tuned_is_served_beside_what_people_set_by_hand(
         ('{"num_speculative_tokens": ' + "9" * 5000 + "}", "a number of 5000 digits"),
         (
             '{"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": '
-            "[[5, 64, 1], [1, 4, 3]]}",
-            "must start at batch size 1, its first row is [5, 64, 1]",
+            "[[5, 64, 1], [2, 4, 3]]}",
+            "must start at batch size 1, its first row is [2, 4, 3]",
         ),
     ],
 )

@@ -140,7 +140,7 @@ def test_drafts_that_pay_nowhere_leave_nothing_to_write() -> None:
                   "num_speculative_tokens_per_seq_len": [[1, 10, 4], [20, 30, 0]]},
          "expected to start at 11"),
         ("vllm", {"num_speculative_tokens": 4,
-                  "num_speculative_tokens_per_seq_len": [[1, 10, 5]]}, "K must be 0 to"),
+                  "num_speculative_tokens_per_seq_len": [[1, 10, 5]]}, "more, up to num_sp"),
         ("vllm", {"num_speculative_tokens": 4,
                   "num_speculative_tokens_per_batch_size": [[1, 64, 4]],
                   "num_speculative_tokens_per_seq_len": [[1, 10, 0]]}, "which table wins"),

@@ -67,17 +67,17 @@ def check_vllm(document: Mapping[str, Any]) -> BatchTable:
     """Check the Dynamic SD keys of vLLM's ``--speculative-config``, and return their policy.
 
     Rows of ``num_speculative_tokens_per_batch_size`` are all ``[lo, hi, K]`` or all ``[lo, hi,
-    context_lo, context_hi, K]``; batch ranges are positive, ascend from 1 and do not overlap;
-    contexts start at 1 without gaps, and every batch range has the same ones; K is 0 to
+    context_lo, context_hi, K]``, in any order; batch ranges are positive, begin at 1 and do not
+    overlap; contexts start at 1 without gaps, and every batch range has the same ones.  K is cut to
     ``num_speculative_tokens``, which is at least 1.  Rows of ``num_speculative_tokens_per_seq_len``
     (vllm-project/vllm pull request 54801) are ``[lo, hi, K]`` over sequence lengths, from 1 and
-    without gaps, and exclude the other table.  Without either, ``num_speculative_tokens`` is the K
-    of every load.
+    without gaps, with K up to ``num_speculative_tokens``, and exclude the other table.  Without
+    either, ``num_speculative_tokens`` is the K of every load.
 
     >>> check_vllm({"num_speculative_tokens": 3, BY_BATCH: [[1, 8, 3]]}).table
     [[1, 8, 3]]
     """
-    most = document.get("num_speculative_tokens")
+    most: Any = document.get("num_speculative_tokens")
     _check_whole("num_speculative_tokens", most, 1, MOST_DRAFTED)
     if BY_BATCH not in document and BY_LENGTH not in document:
         return _made(BatchTable, [[1, 1, most]])  # vLLM keeps the last K of a table
@@ -87,7 +87,9 @@ def check_vllm(document: Mapping[str, Any]) -> BatchTable:
         rows = _rows(BY_LENGTH, document[BY_LENGTH], (3,), most)
         _continuous(BY_LENGTH, [row[:2] for row in rows])
         return _made(BatchTable, [[1, CONTEXT_END, *row] for row in rows])
-    table = _rows(BY_BATCH, document.get(BY_BATCH), (3, 5), most)
+    rows = _rows(BY_BATCH, document.get(BY_BATCH), (3, 5))
+    # vLLM sorts the rows and cuts K (`build_dynamic_sd_schedule_lookup`).
+    table = sorted([*row[:-1], min(row[-1], most)] for row in rows)
     policy = _made(BatchTable, table)
     batches = {tuple(row[:2]) for row in table}
     contexts = sorted({tuple(row[2:-1]) for row in table})
@@ -98,7 +100,7 @@ def check_vllm(document: Mapping[str, Any]) -> BatchTable:
     return policy
 
 
-def _rows(name: str, table: Any, widths: Sequence[int], most: Any) -> list[Any]:
+def _rows(name: str, table: Any, widths: Sequence[int], most: int = CONTEXT_END) -> list[Any]:
     """Check that every row holds batch or context ranges, and K up to `most`; return the rows."""
     if not isinstance(table, list) or not table:
         _fail(name, table, "expected a list of rows [lo, hi, K]")
@@ -108,7 +110,8 @@ def _rows(name: str, table: Any, widths: Sequence[int], most: Any) -> list[Any]:
         if not all(_whole(end, 1) for end in row[:-1]):
             _fail(name, row, f"its ranges must be whole numbers, 1 to {CONTEXT_END}")
         if not _whole(row[-1], 0, most):
-            _fail(name, row, f"K must be 0 to num_speculative_tokens = {most}")
+            bound = "" if most == CONTEXT_END else f", up to num_speculative_tokens = {most}"
+            _fail(name, row, f"K must be 0 or more{bound}")
     return table
 
 
