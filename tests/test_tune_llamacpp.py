@@ -192,7 +192,7 @@ def test_tensorrt_llm_is_told_a_draft_model_by_the_name_that_it_compares() -> No
 
 
 def test_a_draft_model_on_other_gpus_than_its_target_is_warned_of() -> None:
-    """vLLM refuses to start with it, and shares it like the target where nothing is said."""
+    """vLLM's layers are split over the target's GPUs, whatever draft_tensor_parallel_size is."""
     drafter = NamedDrafter("draft_model")
     apart = LatencyTable.constant(0.01, 0.001)
     apart.meta["tensor_parallel"] = {"target": 4, "draft": 1}  # type: ignore[index]

@@ -230,8 +230,10 @@ def _named(engine: str, method: str | None) -> str:
 def about_sharing(engine: str, drafter: NamedDrafter, latency: LatencyTable) -> str:
     """Return a warning if `engine` shares the models between other GPUs than `latency` does.
 
-    Engines share a draft model like the target: vLLM refuses anything else
-    (``_raise_if_draft_tp_mismatch``).  Empty if there is nothing to warn of.
+    Engines share a draft model like the target.  vLLM 0.32 takes ``draft_tensor_parallel_size`` 1
+    or the target's (``_verify_and_get_draft_tp``).  But with 1 its first runner does not start
+    (``_raise_if_draft_tp_mismatch``), and layers are split over all the target's GPUs in the
+    second, which is the default.  Empty if there is nothing to warn of.
     """
     shared = latency.meta.get("tensor_parallel") or {}
     target, draft = (int(shared.get(role, 1)) for role in ROLES)
