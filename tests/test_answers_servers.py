@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
 import draftsim
+from commands.calibrate import ServerEngine
 from policies.batch.tables import BatchTable
 from policies.lengths.basic import Fixed
 from simulator.aggregate.advice import PredictedSpeed, predicted
@@ -277,8 +279,23 @@ def choice(batch: int, k: int, p_min: float = 0.0) -> PredictedSpeed:
 
 def test_one_setting_for_every_load_is_that_of_one_row() -> None:
     rows = [choice(1, 0), choice(4, 8, 0.6), choice(8, 4)]
-    assert setting("llamacpp", rows, None) == {"spec-draft-n-max": 8, "spec-draft-p-min": 0.6}
-    assert setting("llamacpp", [choice(1, 4), *rows[1:]], None) == {"spec-draft-n-max": 4}
+    assert setting("llamacpp", rows, None) == {
+        "spec-draft-n-max": 8, "spec-draft-n-min": 0, "spec-draft-p-min": 0.6
+    }  # fmt: skip
+    longest = setting("llamacpp", [choice(1, 4), *rows[1:]], None)
+    assert longest is not None
+    assert longest["spec-draft-n-max"] == 4
+
+
+@pytest.mark.parametrize("engine", get_args(ServerEngine))
+def test_a_recommended_setting_is_one_that_serve_reads(engine: str, tmp_path: Path) -> None:
+    """Transformers stops at a confidence of 0.4 unless it is told not to."""
+    path = tmp_path / "setting.json"
+    path.write_text(json.dumps(setting(engine, [choice(1, 4), choice(8, 2)], None)))
+    read, policy = read_settings(path)
+    assert read == engine
+    assert not policy.reads
+    assert policy.longest_draft() == 4
 
 
 def test_counters_without_effect_are_said(run: Run, tmp_path: Path) -> None:

@@ -164,6 +164,13 @@ def check_sglang(document: Mapping[str, Any]) -> SGLangAdaptive | Fixed:
     return policy
 
 
+def hf_setting(
+    tokens: int, schedule: str = "constant", threshold: float = 0.0
+) -> dict[str, Any]:  # fmt: skip
+    """Return the keys of the draft's ``generation_config.json``, the defaults of which differ."""
+    return dict(zip(HF_KEYS, (tokens, schedule, threshold), strict=True))
+
+
 def check_huggingface(document: Mapping[str, Any]) -> Confidence:
     """Check transformers' assisted-generation keys of the draft's ``generation_config.json``.
 
@@ -182,6 +189,11 @@ def check_huggingface(document: Mapping[str, Any]) -> Confidence:
         return _made(Confidence, tokens, threshold, update)
     persist = "persistent" if schedule == "heuristic" else "transient"
     return _made(HFHeuristic, tokens, "sent", threshold, update, persist)
+
+
+def llamacpp_setting(tokens: int, fewest: int = 0, p_min: float = 0.0) -> dict[str, Any]:
+    """Return the options by name, without their dashes, as the server's preset files hold them."""
+    return dict(zip(LLAMACPP_KEYS, (tokens, fewest, p_min), strict=True))
 
 
 def check_llamacpp(document: Mapping[str, Any]) -> LlamaCppDraft:

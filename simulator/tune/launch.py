@@ -18,7 +18,15 @@ from typing import Any
 from simulator.aggregate.advice import PredictedSpeed
 from simulator.hardware.roofline import FORMATS
 from simulator.recording import Recording
-from simulator.tune.formats import BY_BATCH, CHECKS, SGLANG_KEYS, fixed_steps, merged
+from simulator.tune.formats import (
+    BY_BATCH,
+    CHECKS,
+    SGLANG_KEYS,
+    fixed_steps,
+    hf_setting,
+    llamacpp_setting,
+    merged,
+)
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.graphs import CUDAGraphs
@@ -377,6 +385,5 @@ def setting(
     if engine == "sglang":
         return fixed_steps(k)
     if engine == "llamacpp":
-        stop = {"spec-draft-p-min": chosen.p_min} if chosen.p_min else {}
-        return {"spec-draft-n-max": k, **stop}
-    return {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
+        return llamacpp_setting(k, p_min=chosen.p_min)
+    return hf_setting(k, threshold=chosen.p_min)

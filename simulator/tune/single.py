@@ -15,7 +15,7 @@ from simulator.pricing import autoregressive
 from simulator.targets import Targets
 from simulator.tune import gains
 from simulator.tune.costs import longest_draft, price_grid
-from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, check_settings
+from simulator.tune.formats import check_settings, hf_setting, llamacpp_setting
 from simulator.tune.served import SEARCH_CONFIDENCE
 from simulator.tune.settings import Tuned, about_row, decided, row_of
 from traces.acceptance.trace import Trace
@@ -34,11 +34,7 @@ def values_said(setting: SingleSetting) -> str:
     return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in setting.values())
 
 
-def _hf(tokens: int, schedule: str = "constant", threshold: float = 0.0) -> SingleSetting:
-    return dict(zip(HF_KEYS, (tokens, schedule, threshold), strict=True))
-
-
-HF_DEFAULT = _hf(20, threshold=0.4)
+HF_DEFAULT = hf_setting(20, threshold=0.4)
 """transformers since 4.45."""
 
 
@@ -48,30 +44,27 @@ def huggingface_options(signals: bool) -> list[SingleSetting]:
     ``heuristic`` is searched without a threshold: with one, what carries over from call to
     call differs between versions.
     """
-    found = [_hf(n) for n in (1, 2, 3, 4, 5, 6, 8, 10, 15, 20)]
-    found += [_hf(n, s) for s in ("heuristic_transient", "heuristic") for n in (1, 3, 5)]
+    found: list[SingleSetting] = [hf_setting(n) for n in (1, 2, 3, 4, 5, 6, 8, 10, 15, 20)]
+    found += [hf_setting(n, s) for s in ("heuristic_transient", "heuristic") for n in (1, 3, 5)]
     if signals:
         thresholds = (0.2, 0.4, 0.6, 0.8)
-        found += [_hf(n, threshold=t) for n in (3, 5, 10, 20) for t in thresholds]
-        found += [_hf(5, "heuristic_transient", t) for t in thresholds]
+        found += [hf_setting(n, threshold=t) for n in (3, 5, 10, 20) for t in thresholds]
+        found += [hf_setting(5, "heuristic_transient", t) for t in thresholds]
     return found
 
 
-def _llamacpp(tokens: int, fewest: int = 0, p_min: float = 0.0) -> SingleSetting:
-    """Return the options by name, without their dashes, as the server's preset files hold them."""
-    return dict(zip(LLAMACPP_KEYS, (tokens, fewest, p_min), strict=True))
-
-
-LLAMACPP_DEFAULT = _llamacpp(3)
+LLAMACPP_DEFAULT = llamacpp_setting(3)
 """llama.cpp since May 2026; 16, 0, 0.75 before."""
 
 
 def llamacpp_options(signals: bool) -> list[SingleSetting]:
     """Return settings to search; thresholds only if the trace holds the signal they need."""
-    found = [_llamacpp(n) for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)]
+    found: list[SingleSetting] = [llamacpp_setting(n) for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)]
     if signals:
         thresholds = (0.2, 0.4, 0.6, 0.75, 0.9)
-        found += [_llamacpp(n, m, p) for n in (3, 5, 8, 16) for m in (0, 2) for p in thresholds]
+        found += [
+            llamacpp_setting(n, m, p) for n in (3, 5, 8, 16) for m in (0, 2) for p in thresholds
+        ]
     return found
 
 
