@@ -180,6 +180,10 @@ def test_heads_in_the_target_s_checkpoint_take_no_model() -> None:
     steps = {"speculative-num-steps": 3}
     assert "draft-model-path" not in launch_line("sglang", steps, drafter=heads)
     assert "--speculative-draft-model-path DRAFT" in launch_line("sglang", steps)
+    line = launch_line("llamacpp", GOOD, drafter=heads)
+    assert line.startswith("llama-server -m TARGET --spec-type draft-mtp --spec-draft-n-max 5")
+    line = launch_line("llamacpp", GOOD, drafter=NamedDrafter("eagle3", "head.gguf"))
+    assert "-md head.gguf --spec-type draft-eagle3 " in line
     line = launch_line("tensorrt-llm", {"max_draft_len": 3}, drafter=heads)
     # Without it TensorRT-LLM drafts one token.
     assert '"num_nextn_predict_layers": 3' in line

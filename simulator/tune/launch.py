@@ -63,14 +63,16 @@ GGUF = ".gguf"
 """Suffix of the files that llama.cpp reads; a model's folder or name does not end so."""
 BY_METHOD: Mapping[str, Mapping[str, str]] = {
     "sglang": {
-        "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN",
+        "eagle3": "EAGLE3", "eagle": "EAGLE", "draft_model": "STANDALONE", "mtp": "NEXTN",
     },
     "tensorrt-llm": {
         "eagle3": "Eagle3", "eagle": "Eagle", "mtp": "MTP", "ngram": "NGram",
         "draft_model": "Draft_Target",
     },
+    "llamacpp": {"draft_model": "draft-simple", "eagle3": "draft-eagle3", "mtp": "draft-mtp"},
 }  # fmt: skip
-"""vLLM's methods as SGLang's ``--speculative-algorithm`` and TensorRT-LLM's ``decoding_type``."""
+"""vLLM's methods as SGLang's ``--speculative-algorithm``, TensorRT-LLM's ``decoding_type`` and
+llama.cpp's ``--spec-type``.  The first is for drafters of which the method is not known."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,10 @@ def _speculating(engine: str, document: Mapping[str, Any], file: str, drafter: N
             options = f" --speculative-draft-model-path {shlex.quote(draft)}{options}"
         return f" --speculative-algorithm {algorithm}{options}"
     if engine == "llamacpp":
-        model = shlex.quote(draft if draft.endswith(GGUF) else DRAFT)
-        return f" -md {model} --spec-type draft-simple{_options(document)}"
+        options = f" --spec-type {_named(engine, drafter.method)}{_options(document)}"
+        if drafter.model or drafter.method not in OWN_WEIGHTS:
+            options = f" -md {shlex.quote(draft if draft.endswith(GGUF) else DRAFT)}{options}"
+        return options
     if engine == "dynamo":
         return f" --extra-engine-args {shlex.quote(file)}"
     assert engine == "tensorrt-llm"
@@ -222,12 +226,12 @@ def _hf(document: Mapping[str, Any] | None, target: str, drafter: NamedDrafter) 
 
 
 def _named(engine: str, method: str | None) -> str:
-    """Return an engine's name for one of vLLM's methods; None: EAGLE-3's.
+    """Return an engine's name for one of vLLM's methods, its first for None.
 
     Raises DraftsimError if none is known.
     """
     known = BY_METHOD[engine]
-    if (found := known.get(method or "eagle3")) is None:
+    if (found := known.get(method or next(iter(known)))) is None:
         raise DraftsimError(
             f"no setting of {engine} is known for the method {method!r}: expected one of "
             f"{', '.join(known)}"
