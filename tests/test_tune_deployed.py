@@ -47,6 +47,14 @@ def test_tensorrt_llms_schedule_is_one_that_it_takes(tmp_path: Path) -> None:
     assert policy.plan([Load(5, 10)] * 5) == 0
 
 
+def test_tensorrt_llm_is_not_said_to_run_the_drafter_at_no_drafts() -> None:
+    """Its workers skip the draft at length 0 (``skip_drafting`` of _torch/speculative)."""
+    found = tune_tensorrt_llm(iid(0.7, 20, 40), batched(), [1, 64], lengths=(0, 1, 3), draws=20)
+    said = " ".join(found.warnings)
+    assert "K = 0 is priced with a draft pass, which TensorRT-LLM may skip (slower by" in said
+    assert "still runs the drafter" not in said
+
+
 def test_the_gate_leaves_on_what_the_search_says_is_on() -> None:
     """One draft accepts one token at most, and four have to accept more than that to gain."""
     trace, latency = find_trace("qwen-coder-cpu"), find_latency("qwen-coder-vllm-cpu")

@@ -59,8 +59,8 @@ def tune_tensorrt_llm(
     more = []
     if shortened:
         more.append(
-            f"drafts of more than {counted(first, 'token')} are left out: TensorRT-LLM wants the "
-            "longest draft at the smallest batch size"
+            f"drafts of more than {counted(max(kept), 'token')} are left out: TensorRT-LLM wants "
+            "the longest draft at the smallest batch size"
         )
     while table[-1][-1] == 0:
         table = table[:-1]

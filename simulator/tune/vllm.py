@@ -41,6 +41,11 @@ WITHOUT = {
     "tensorrt-llm": "speculative_config", "dynamo": "aic_nextn",
 }  # fmt: skip
 """The option that each engine is started without if it is not to draft."""
+AT_ZERO = {
+    "vllm": "K = 0 still runs the drafter",
+    "tensorrt-llm": "K = 0 is priced with a draft pass, which TensorRT-LLM may skip",
+}
+"""The cost of K = 0, by engine that reads a table."""
 
 
 def tune_vllm(
@@ -233,7 +238,7 @@ def tune_vllm(
     deployed = {row["batch"] for row in rows if row["deploy"] != gains.OFF}
     bare = {b: o.mean(counted) for b, o, counted in zip(sizes, off, targets, strict=True)}
     plain_tok_s = [None if b in deployed else bare[b][0] for b in sizes]
-    more += about_every_length(sizes, options, table, alone, plain_tok_s)
+    more += about_every_length(sizes, options, table, alone, plain_tok_s, engine)
     return decided(
         "vllm", trace, latency, slo, rows, [grid for own in grids for grid in own], bare, document,
         reason="because it drafts at every load" if one_length else
@@ -312,11 +317,11 @@ def _at_every_load(table: Ints, alone: Sequence[Floats], plain: Sequence[Floats]
 
 def about_every_length(
     batches: Sequence[int], options: Sequence[int], table: Ints, alone: Sequence[Floats],
-    plain: Sequence[float | None],
+    plain: Sequence[float | None], engine: str = "vllm",
 ) -> list[str]:  # fmt: skip
     """Return from which batch on every K is slower than no speculation, and by how much.
 
-    At K = 0 vLLM still runs the drafter, so that the table may keep a longer draft there.
+    K = 0 has a cost, too (`AT_ZERO`), so that the table may keep a longer draft there.
 
     Parameters
     ----------
@@ -345,7 +350,7 @@ def about_every_length(
     resting = ", ".join(f"{slower[i][rest]:.1%} at batch {batches[i]}" for i in places)
     kept = sorted({options[k] for i in places for k in table[i].tolist()} - {0})
     keeps = f"the table keeps {' and '.join(f'K={k}' for k in kept)}, because " if kept else ""
-    return [f"{said} {least}: {keeps}K = 0 still runs the drafter (slower by {resting})"]
+    return [f"{said} {least}: {keeps}{AT_ZERO[engine]} (slower by {resting})"]
 
 
 def table_rows(
