@@ -202,6 +202,23 @@ def test_a_lookup_is_vllms_method_with_the_sizes_that_were_replayed(
         assert f"no setting of {engine} is known for the lookup {other}" in ran.refusal
 
 
+@pytest.mark.parametrize(
+    ("drafter", "method"),
+    [
+        (("--trace", "bundled", "--source", "parallel:acceptance=[0.7,0.5]"), "parallel"),
+        (("--trace", "bundled", "--source", "layer-skip"), "layer-skip"),
+        (("--acceptance", "0.7,0.5", "--latency", "bundled", "--one-pass"), "one-pass"),
+    ],
+)
+def test_a_drafter_that_an_engine_has_no_method_for_is_not_launched_as_eagle3(
+    run: Run, drafter: tuple[str, ...], method: str
+) -> None:
+    for engine in ("sglang", "tensorrt-llm"):
+        ran = run("tune", "--engine", engine, *drafter, "--batch", "1", "--resamples", "4")
+        assert f"no setting of {engine} is known for the method '{method}'" in ran.refusal
+    assert "METHOD" in run("tune", "--engine", "vllm", *drafter, "--batch", "1").ok().said
+
+
 def test_an_eagle_head_is_named_with_its_method(run: Run, recorded: SimpleNamespace) -> None:
     ran = run(
         "tune", "--engine", "vllm", "--trace", "smollm2-vllm-eagle3-cpu", "--source",

@@ -272,6 +272,10 @@ def check_drafter(engine: str, recording: Recording) -> str | None:
     if engine not in BY_METHOD:
         return None
     method = named_models(recording, recording.latency)[1].method
+    if method is None and recording.source is not None:
+        method = recording.source.name  # one that vLLM has no method for
+    if method is None and recording.one_pass:
+        method = "one-pass"
     _named(engine, method)
     return method
 
