@@ -38,7 +38,7 @@ from simulator.aggregate.positions import Positions
 from simulator.aggregate.server import COSTS, GUESSED, SECONDS, ServerFit, ServerRun, Target
 from simulator.aggregate.server import calibrate as fit
 from simulator.targets import parse_targets
-from simulator.tune.launch import TARGET, NamedDrafter, launch_line, setting
+from simulator.tune.launch import TARGET, WITHOUT_TABLE, NamedDrafter, launch_line, setting
 from simulator.tune.settings import about_batches, laid_out
 from traces.acceptance.trace import MOST_DRAFTED, MOST_TOKENS
 from traces.digits import counted
@@ -410,10 +410,12 @@ def recommend(
     emit("recommend", [row.row for row in rows], json, more=more, tables=lambda: [shown(rows)])
     for text in [*_remarks_on(server, rows, suggestions), *about_batches(batches)]:
         note(text)
-    one_length = engine in ("sglang", "llamacpp", "hf")
+    without_table = method in WITHOUT_TABLE.get(engine, ())
+    one_length = without_table or engine in ("sglang", "llamacpp", "hf")
     if one_length and len({(row.k, row.p_min) for row in rows}) > 1:
+        who = f"{engine} with {method}" if without_table else engine
         note(
-            f"{engine} has one draft length for every load: the command sets {_one_length(rows)}; "
+            f"{who} has one draft length for every load: the command sets {_one_length(rows)}; "
             "--batch N chooses another load"
         )
     if engine == "tensorrt-llm" and max(row.k for row in rows) > rows[0].k:

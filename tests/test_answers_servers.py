@@ -22,7 +22,7 @@ from simulator.aggregate.server import ServerRun, calibrate
 from simulator.bootstrap import Interval
 from simulator.tune.breakeven import grid, measured_surface
 from simulator.tune.costs import fixed_logs, price_grid
-from simulator.tune.formats import read_settings
+from simulator.tune.formats import BY_BATCH, read_settings
 from simulator.tune.launch import NamedDrafter, launch_line, setting
 from tests.conftest import ROOT, Run
 from tests.serving import GRID
@@ -285,6 +285,12 @@ def test_one_setting_for_every_load_is_that_of_one_row() -> None:
     longest = setting("llamacpp", [choice(1, 4), *rows[1:]], None)
     assert longest is not None
     assert longest["spec-draft-n-max"] == 4
+
+
+def test_vllm_is_recommended_no_table_where_it_would_fail() -> None:
+    rows = [choice(1, 4), choice(8, 2)]
+    assert BY_BATCH in (setting("vllm", rows, "eagle3") or {})
+    assert setting("vllm", rows, "medusa") == {"method": "medusa", "num_speculative_tokens": 4}
 
 
 @pytest.mark.parametrize("engine", get_args(ServerEngine))

@@ -179,7 +179,7 @@ def test_sglang_gets_fixed_steps_for_a_draft_model(run: Run, recorded: SimpleNam
         f"--speculative-num-steps {k} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {k + 1}"
     )
-    assert f"SGLang adapts no steps of a draft model (STANDALONE): it drafts K = {k}" in ran.said
+    assert f"SGLang adapts no steps of a draft model (STANDALONE): K = {k} is drafted" in ran.said
     engine, policy = read_settings(recorded.out)
     assert (engine, repr(policy)) == ("sglang", repr(Fixed(k)))
 
@@ -200,6 +200,20 @@ def test_a_lookup_is_vllms_method_with_the_sizes_that_were_replayed(
     for engine, other in (("sglang", "pld"), ("vllm", "lookahead")):
         ran = run("tune", "--engine", engine, *asked, "--source", other)
         assert f"no setting of {engine} is known for the lookup {other}" in ran.refusal
+
+
+def test_vllm_gets_no_table_for_drafters_with_which_it_would_fail(
+    run: Run, recorded: SimpleNamespace
+) -> None:
+    """vLLM 0.32's MedusaProposer asserts that K is num_speculative_tokens in every step."""
+    ran = run("tune", "--engine", "vllm", "--trace", "bundled", "--source", "medusa",
+              "--batch", "1,8", "--assume-batch-free", "--resamples", "4", "--out", recorded.out,
+              "--json", "-").ok()  # fmt: skip
+    written = json.loads(recorded.out.read_text())
+    assert set(written) == {"method", "num_speculative_tokens"}
+    k = written["num_speculative_tokens"]
+    assert {row["setting"] for row in ran.rows} == {f"K={k}"}
+    assert f"a table for medusa and suffix drafts: K = {k} is drafted at every load" in ran.said
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,10 @@ METHODS = {
 ``SpeculativeMethod``, 0.32)."""
 WITHOUT_MODEL = ("ngram", "suffix")
 """Methods of vLLM that look drafts up and load no model."""
+WITHOUT_TABLE = {"vllm": ("medusa", "suffix"), "sglang": ("draft_model",)}
+"""vLLM's methods with which an engine cannot vary K.  In vLLM 0.32 these two assert that K is
+``num_speculative_tokens`` (v1/spec_decode/medusa.py, suffix_decoding.py); SGLang's
+``adaptive_unsupported_reason`` names EAGLE and EAGLE3 alone."""
 OWN_WEIGHTS = ("mtp",)
 """Methods whose weights are in the target's own checkpoint, unless a model is named."""
 GGUF = ".gguf"
@@ -259,7 +263,7 @@ def about_sharing(engine: str, drafter: NamedDrafter, latency: LatencyTable) -> 
 
 
 def check_drafter(engine: str, recording: Recording) -> str | None:
-    """Return vLLM's name of the drafter's method; None if unknown, or of no use to `engine`.
+    """Return vLLM's name of the drafter's method, None if unknown.
 
     Raises DraftsimError if no setting of `engine` is known for the drafter.
     """
@@ -269,9 +273,9 @@ def check_drafter(engine: str, recording: Recording) -> str | None:
             f"no setting of {engine} is known for the lookup {source.name}: settings for vLLM's "
             "n-gram method are, so name --engine vllm and --source ngram"
         )
-    if engine not in BY_METHOD:
-        return None
     method = named_models(recording, recording.latency)[1].method
+    if engine not in BY_METHOD:
+        return method
     if method is None and recording.source is not None:
         method = recording.source.name  # one that vLLM has no method for
     if method is None and recording.one_pass:
@@ -327,7 +331,7 @@ def _without_formats(recording: Recording, latency: LatencyTable) -> tuple[str, 
     priced = {role: model_in(latency.meta, role) for role in ROLES}
     same = {r: same_model(recording.models.get(r, {}), priced[r]) is not False for r in ROLES}
     known = _path(trace, "target") if same["target"] else _hub(priced["target"])
-    target = str(latency.meta["target"]) if engine else known or TARGET
+    target = str(latency.meta.get("target", TARGET)) if engine else known or TARGET
     if isinstance(recording.source, NGram | PLD):
         least, most = (
             (recording.source.min_n, recording.source.max_n)
@@ -375,11 +379,11 @@ def setting(
         return None
     ranges = merged([row.batch for row in rows], [row.k for row in rows])
     if engine == "vllm":
-        document: dict[str, Any] = {} if method is None else {"method": method}
-        document["num_speculative_tokens"] = longest
-        if len(ranges) > 1:
-            document[BY_BATCH] = ranges
-        return document
+        table = {} if len(ranges) == 1 else {BY_BATCH: ranges}
+        if method in WITHOUT_TABLE[engine]:
+            longest, table = _for_every_load(rows).k, {}
+        named = {} if method is None else {"method": method}
+        return {**named, "num_speculative_tokens": longest, **table}
     if engine == "tensorrt-llm":
         # Its longest draft is that of the smallest batch; after the last batch nothing is drafted.
         first = rows[0].k or longest
@@ -387,11 +391,15 @@ def setting(
         while len(schedule) > 1 and not [*schedule.values()][-1]:
             schedule.popitem()
         return {"max_draft_len": first, "draft_len_schedule": schedule}
-    # These take one draft length: that of the smallest concurrency asked about, if it drafts.
-    chosen = rows[0] if rows[0].k else max(rows, key=lambda row: row.k)
+    chosen = _for_every_load(rows)
     k = chosen.k
     if engine == "sglang":
         return fixed_steps(k)
     if engine == "llamacpp":
         return llamacpp_setting(k, p_min=chosen.p_min)
     return hf_setting(k, threshold=chosen.p_min)
+
+
+def _for_every_load(rows: Sequence[PredictedSpeed]) -> PredictedSpeed:
+    """Return the row of the smallest concurrency asked about, if it drafts; else the longest."""
+    return rows[0] if rows[0].k else max(rows, key=lambda row: row.k)

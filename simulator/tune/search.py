@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from simulator.tune.formats import CHECKS
+from simulator.tune.launch import WITHOUT_TABLE
 from simulator.tune.settings import Tuned
 from simulator.tune.sglang import tune_sglang, tune_standalone
 from simulator.tune.single import ONE_REQUEST, tune_single
@@ -22,6 +24,10 @@ SEARCHES: Mapping[str, Callable[..., Tuned]] = {
     "dynamo": tune_dynamo,
 }  # fmt: skip
 """Searches by batch size; those of `ONE_REQUEST` are by `tune_single`."""
+ONE_LENGTH: Mapping[str, Callable[..., Tuned]] = {
+    "vllm": partial(tune_vllm, one_length=True), "sglang": tune_standalone,
+}  # fmt: skip
+"""Searches of one K for all loads, of engines that also read a table."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class Search:
     by_length:
         vLLM's form by sequence length, at one batch size (by default 1).
     method:
-        vLLM's method of the drafter, if known: SGLang adapts no steps of a ``draft_model``.
+        vLLM's method of the drafter, if known; with some an engine has one K for all loads
+        (`simulator.tune.launch.WITHOUT_TABLE`).
 
     Raises
     ------
@@ -92,7 +99,7 @@ class Search:
             by_context = self.by_context or self.by_length or self.contexts is not None
             options |= {"by_context": by_context, "contexts": self.contexts}
         tune = SEARCHES[self.engine]
-        if self.engine == "sglang" and self.method == "draft_model":
-            tune = tune_standalone
+        if self.method in WITHOUT_TABLE.get(self.engine, ()):
+            tune = ONE_LENGTH[self.engine]
         found = tune(trace, latency, batches, progress=progress, **options)
         return by_length(found) if self.by_length else found

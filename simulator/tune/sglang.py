@@ -159,10 +159,8 @@ def tune_standalone(
     found = tune_vllm(trace, latency, batches, engine="sglang", one_length=True, **options)
     if found.document is None:
         return replace(found, engine="sglang")
-    k = found.document["num_speculative_tokens"]
-    said = f"SGLang adapts no steps of a draft model (STANDALONE): it drafts K = {k} at every load"
-    warnings = [*found.warnings, said]
-    return replace(found, engine="sglang", document=fixed_steps(k), warnings=warnings)
+    document = fixed_steps(found.document["num_speculative_tokens"])
+    return replace(found, engine="sglang", document=document)
 
 
 def _lists(

@@ -46,6 +46,12 @@ AT_ZERO = {
     "tensorrt-llm": "K = 0 is priced with a draft pass, which TensorRT-LLM may skip",
 }
 """The cost of K = 0, by engine that reads a table."""
+ONE_LENGTH = {
+    "vllm": "vLLM 0.32 fails with a table for medusa and suffix drafts",
+    "sglang": "SGLang adapts no steps of a draft model (STANDALONE)",
+    "dynamo": "Dynamo's mocker reads one draft length",
+}
+"""Why an engine is given one K for all loads."""
 
 
 def tune_vllm(
@@ -224,7 +230,10 @@ def tune_vllm(
             "vLLM 0.32 reads rows [lo, hi, K] only and refuses those with contexts: use this form "
             "with a vLLM that documents it"
         )
-    if engine == "vllm" and table[-1].any():
+    if one_length:
+        k = options[int(table[0, 0])]
+        more.append(f"{ONE_LENGTH[engine]}: K = {k} is drafted at every load")
+    elif engine == "vllm" and table[-1].any():
         more.append(
             f"vLLM keeps the last K beyond batch {sizes[-1]}, the largest searched: "
             "search on, or limit max_num_seqs"
