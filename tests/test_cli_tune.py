@@ -214,6 +214,8 @@ def test_vllm_gets_no_table_for_drafters_with_which_it_would_fail(
     k = written["num_speculative_tokens"]
     assert {row["setting"] for row in ran.rows} == {f"K={k}"}
     assert f"a table for medusa and suffix drafts: K = {k} is drafted at every load" in ran.said
+    ran = run("tune", "--engine", "vllm", "--trace", "bundled", "--source", "medusa", "--by-length")
+    assert "vllm takes no table with medusa: drop --by-length" in ran.refusal
 
 
 @pytest.mark.parametrize(

@@ -66,13 +66,20 @@ class Search:
             known = ", ".join(CHECKS)
             raise DraftsimError(f"--engine is {self.engine!r}, expected one of {known}")
         by_context = self.by_context or self.contexts is not None
+        form = "--by-length" if self.by_length else "--by-context"
         if self.engine != "vllm" and (by_context or self.by_length):
-            form = "--by-length" if self.by_length else "--by-context"
             raise DraftsimError(f"{form} makes a table of vllm, not of {self.engine}: drop it")
+        if self.one_length and (by_context or self.by_length):
+            raise DraftsimError(f"{self.engine} takes no table with {self.method}: drop {form}")
         if self.by_length and (self.by_context or len(self.batches or [1]) != 1):
             raise DraftsimError("--by-length has one K for all batch sizes: name one --batch")
         if self.engine in ONE_REQUEST and list(self.batches or [1]) != [1]:
             raise DraftsimError(f"{ONE_REQUEST[self.engine].alone}: drop --batch")
+
+    @property
+    def one_length(self) -> bool:
+        """True if the engine has one K for all loads with the drafter's method."""
+        return self.method in WITHOUT_TABLE.get(self.engine, ())
 
     def largest(self, latency: LatencyTable) -> int:
         """Return the largest batch size searched."""
@@ -98,8 +105,6 @@ class Search:
         if self.engine == "vllm":
             by_context = self.by_context or self.by_length or self.contexts is not None
             options |= {"by_context": by_context, "contexts": self.contexts}
-        tune = SEARCHES[self.engine]
-        if self.method in WITHOUT_TABLE.get(self.engine, ()):
-            tune = ONE_LENGTH[self.engine]
+        tune = (ONE_LENGTH if self.one_length else SEARCHES)[self.engine]
         found = tune(trace, latency, batches, progress=progress, **options)
         return by_length(found) if self.by_length else found
