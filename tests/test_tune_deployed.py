@@ -14,6 +14,7 @@ from policies.core import Load
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.aggregate.positions import of_trace
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
+from simulator.targets import Targets
 from simulator.tune.costs import RESTING
 from simulator.tune.formats import SettingsError, check_settings, read_settings
 from simulator.tune.served import closed_load, served_rates
@@ -109,6 +110,15 @@ def test_dynamos_rows_are_of_its_one_length_where_resting_would_be_faster() -> N
     assert "because it drafts at every load: start the server without aic_nextn" in said
     assert "table" not in said
     assert "K = 0" not in said
+
+
+def test_dynamos_one_length_is_of_a_load_that_meets_the_slo() -> None:
+    """K = 2 is faster at batch 16, which misses 9 ms per token whatever is drafted."""
+    trace, latency = iid(0.7, 20, 40), batched()
+    found = tune_dynamo(trace, latency, [1, 16], slo=Targets(tpot_s=0.009), draws=20)
+    free = tune_dynamo(trace, latency, [1, 16], draws=20)
+    assert [row["deploy"] for row in found.rows] == ["on", "SLO missed"]
+    assert [one.document["aic_nextn"] for one in (found, free)] == [4, 2]  # type: ignore[index]
 
 
 def test_an_engine_is_started_without_its_own_option() -> None:

@@ -241,13 +241,15 @@ def about_row(row: Mapping[str, Any]) -> list[str]:
 def about_served(rival: str, gain: float, kept: bool, worse: bool) -> list[str]:
     """Describe how serving the whole setting at a batch compares with `rival` throughout.
 
-    ``gain`` is the ratio of their rates, ``kept`` whether the first choice was kept, ``worse``
-    whether the setting is still slower beyond the interval.
+    ``gain`` is the ratio of their rates, 0 if it misses the SLO, ``kept`` whether the first choice
+    was kept, ``worse`` whether the setting is still slower beyond the interval.
     """
     found = (
         [] if kept else [f"changed to {rival}, which served faster with the rest of the setting"]
     )
-    if worse:
+    if worse and not gain:
+        found.append(f"the whole setting misses the SLO, which {rival} meets")
+    elif worse:
         found.append(f"the whole setting serves {1 - gain:.1%} slower than {rival}")
     return found
 

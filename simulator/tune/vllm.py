@@ -110,7 +110,7 @@ def tune_vllm(
         Engine named in rows and warnings: one of `WITHOUT`.
     one_length:
         Search ``num_speculative_tokens`` alone, one K above 0 for all loads: that of the largest
-        batch at which it is served faster than no speculation.
+        batch at which it is to be deployed.
 
     Raises
     ------
@@ -159,14 +159,27 @@ def tune_vllm(
         [gains.Objective(g.tokens[1:], g.seconds[1:], weights) for g in row] for row in grids
     ]
     good = [np.ones(len(options), bool) if by_context else served.unbeaten(r) for r in alone]
-    bare_rates = [rates for (rates,) in served.searched_rates([[o] for o in off], targets)]
+
+    drawn = gains.resampled(trace, second, gains.DRAWS, seed)
+    drawing = partial(progress, "serving resampled prompts")
+
+    @cache
+    def gives_gain(i: int, k: int) -> bool:
+        """Return True if option `k` throughout is to be deployed at batch `i`."""
+        tables = [[[1, sizes[-1], options[k]]]] * 2
+        (own,), (rest,) = _on_draws(latency, drawn, loads[i : i + 1], targets[i:], tables, drawing)
+        faster = gains.Against(own, rest, drawn.told).faster
+        return gains.to_deploy(faster, fixed[i][k].meets(slo), off[i].meets(slo)) == gains.ON
 
     def choice(part: Bools | None = None) -> Ints:
         """Return the options chosen on all prompts, or on some."""
         found = _choose(
             [[o if part is None else o.on(part) for o in row] for row in objectives], good
         )
-        return _at_every_load(found, alone, bare_rates) if one_length else found
+        if one_length:
+            drafting = [i for i, k in enumerate(found[:, 0].tolist()) if gives_gain(i, k)]
+            found = np.full_like(found, found[max(drafting, default=0), 0])
+        return found
 
     first = choice()
 
@@ -190,12 +203,11 @@ def tune_vllm(
     # What serving put in place of a choice, all prompts chose.
     kept = (table == first).all(axis=1)
     halves = [choice(half) for half in (~second, second)] if held_out else None
-    drawn = gains.resampled(trace, second, gains.DRAWS, seed)
     own, rest = _on_draws(
         latency, drawn, loads, targets,
         [table_rows(np.where(kept[:, None], h, table), sizes, where, options)
          for h in (halves if halves is not None else (table, table))],
-        partial(progress, "serving resampled prompts"),
+        drawing,
     )  # fmt: skip
     rows: list[dict[str, Any]] = []
     for i, j in np.ndindex(*table.shape):
@@ -310,18 +322,6 @@ def _choose(objectives: Sequence[Sequence[gains.Objective]], good: Sequence[Bool
     by_batch = gains.shared_by_neighbours(allowed)
     by_context = gains.shared_by_neighbours(np.swapaxes(by_batch, 0, 1))
     return np.asarray(np.swapaxes(by_context, 0, 1).argmax(axis=2))
-
-
-def _at_every_load(table: Ints, alone: Sequence[Floats], plain: Sequence[Floats]) -> Ints:
-    """Return the option of the largest batch at which it is faster than no speculation, everywhere.
-
-    That of the smallest batch, if it is faster at none.
-    """
-    faster = [
-        i for i, (rates, bare) in enumerate(zip(alone, plain, strict=True))
-        if served.beaten(bare, rates[table[i, 0]])
-    ]  # fmt: skip
-    return np.full_like(table, table[max(faster, default=0), 0])
 
 
 def about_every_length(
