@@ -371,6 +371,8 @@ def _said(error: Exception) -> str | None:
             own = context.command_path.removeprefix("draftsim ")
             return f"{configured_in(shown)}{own} has no option {option}: {hint}"
         message = str(shown.format_message())  # the error by itself does not name the option
+        if context is not None and (unknown := re.match(r"No such command '(.*?)'", message)):
+            return _unknown(unknown[1], context)
         return configured_in(shown) + _as_given(_plainly(message))
     # Without a policy from a file its module is not imported.
     own = sys.modules.get("policies.from_file")
@@ -389,6 +391,15 @@ def _said(error: Exception) -> str | None:
     if packages := missing_for(error):
         return str(missing(packages, " ".join(["draftsim", *sys.argv[1:2]])))
     return None
+
+
+def _unknown(name: str, context: Any) -> str:
+    """Return what to say of a name that is no command, or no verb of the command of `context`."""
+    path = context.command_path
+    kind, own = ("verb", path.removeprefix("draftsim ")) if " " in path else ("command", path)
+    near = get_close_matches(name, [*context.command.commands], 1)
+    hint = f"did you mean `{path} {near[0]}`?" if near else f"`{path} --help` lists its {kind}s"
+    return f"{own} has no {kind} '{name}': {hint}"
 
 
 def _options_of(command: Any) -> set[str]:

@@ -167,7 +167,7 @@ def test_a_command_has_its_own_help(name: str, run: Run) -> None:
 
 def test_a_name_that_is_none_is_told_with_the_nearest(run: Run) -> None:
     said = run("simulat")
-    assert "Did you mean 'simulate'?" in said.refusal
+    assert "no command 'simulat': did you mean `draftsim simulate`?" in said.refusal
 
 
 def test_a_recording_that_the_environment_names_and_is_not_there_names_the_variable(
