@@ -63,8 +63,8 @@ def tables(
         list[Path] | None,
         typer.Option(
             metavar="RUN",
-            help="Run folder of the same pair, profiled with --exit-layers --temperature T "
-            "[--top-p P]; repeatable. The trace's own folder is always read. Default: also the "
+            help="Run folder of the same pair, of `profile sources --exit-layers --temperature T "
+            "[--top-p P]`; repeatable. The trace's own folder is always read. Default: also the "
             "folders next to it.",
         ),
     ] = None,

@@ -57,7 +57,7 @@ from traces.sources.registry import DRAFT_MODEL, SOURCES, SYSTEMS, parse_source
 from traces.sources.replay import check_layers, replay_source
 from traces.store.outputs import Quality, RealRun, find_run, quality
 
-RECORD = "`draftsim profile --exit-layers`"
+RECORD = "`draftsim profile sources --exit-layers`"
 UNREPLAYED, UNTIMED = "that this recording cannot replay", "without measured passes"
 OTHER_LAYERS = "that ran layers of another target"
 """Reasons for which a method is not listed."""

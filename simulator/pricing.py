@@ -417,8 +417,8 @@ def _cells(latency: LatencyTable, model: str, phase: str) -> tuple[str, str]:
     if found[1] == "forward" and model in ROLES:
         latency.grid(*found)  # says which models there are
     raise DraftsimError(
-        f"latency table has no {phase!r} cells of {model!r}, which these rounds ran: profile the "
-        "target with its sources"
+        f"latency table has no {phase!r} cells of {model!r}, which these rounds ran: `draftsim "
+        "profile sources --exit-layers` measures them"
     )
 
 

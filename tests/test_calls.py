@@ -86,9 +86,10 @@ def test_what_was_not_measured_by_itself_is_read_where_the_nearest_was(
 
 
 def test_a_call_that_nothing_stands_for_is_named() -> None:
+    remedy = "`draftsim profile sources --exit-layers` measures them"
     for kind, has in ((LAYER, "target_head"), (HEAD, "exit_head"), (LOOKUP, "target_forward")):
         model, phase = CALL_KINDS[kind]
-        with pytest.raises(DraftsimError, match=f"no '{phase}' cells of '{model}'"):
+        with pytest.raises(DraftsimError, match=f"no '{phase}' cells of '{model}'.*{remedy}"):
             summed(calling(kind), costing(**{has: 1.0}), verify=True)
 
 

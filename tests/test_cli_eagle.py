@@ -159,7 +159,7 @@ def test_what_is_amiss_is_one_line(run: Run, drafters: Path, tmp_path: Path) -> 
         assert message in refused.refusal
     for source in ("eagle", "eagle2"):
         refused = run("simulate", "--trace", "bundled", "--source", source)
-        assert f"draftsim profile --source {source}:model=DIR" in refused.refusal
+        assert f"draftsim profile sources --source {source}:model=DIR" in refused.refusal
 
 
 def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(

@@ -77,10 +77,10 @@ def test_all_lists_every_named_system_of_the_bundled_recording(run: Run) -> None
     assert set(found) == set(SYSTEMS) - lacking
     assert note.startswith(
         "not listed: 5 methods that this recording cannot replay and 4 methods without measured "
-        "passes: `draftsim profile --exit-layers` "
+        "passes: `draftsim profile sources --exit-layers` "
     )
     lacks = run("simulate", "--policy", "eagle").err  # which says it of each
-    assert "`draftsim profile --source eagle:model=DIR`" in lacks
+    assert "`draftsim profile sources --source eagle:model=DIR`" in lacks
     tokens = ran.rows[0]["tokens"]
     for name, row in found.items():
         source = parse_source(SYSTEMS[name].source)
@@ -94,7 +94,7 @@ def test_what_was_not_recorded_is_one_note(run: Run, plain: Path) -> None:
     assert listed == {"pld", "rest", "lookahead", "ngram", "ngram-simple", "suffix"}
     notes = [line for line in ran.err.splitlines() if "not listed" in line]
     assert len(notes) == 1
-    assert "draftsim profile --exit-layers" in notes[0]
+    assert "draftsim profile sources --exit-layers" in notes[0]
     assert f"{len(set(SYSTEMS) - listed)} methods that this recording cannot replay" in notes[0]
     assert len(notes[0]) < 240
 
@@ -143,7 +143,10 @@ def test_a_lossless_system_emits_the_same_tokens_as_its_parts(run: Run) -> None:
     [
         (["--source", "early-exitt"], "did you mean 'early-exit'"),
         (["--source", "early-exit:tau=2"], "tau"),
-        (["--source", "early-exit:tau=0.55"], "profile --exit-layers --source early-exit:tau=0.55"),
+        (
+            ["--source", "early-exit:tau=0.55"],
+            "profile sources --exit-layers --source early-exit:tau=0.55",
+        ),
         (["--source", "pld", "--policy", "svip"], "svip|SVIP"),
         (["--source", "pld", "--verify", "spec-verification"], "use --verify exact"),
         (["--source", "pld", "--policy", "rest"], "drop --source"),
@@ -164,7 +167,7 @@ def test_a_missing_recording_is_one_line(run: Run, plain: Path) -> None:
         ["--source", "early-exit"],
     ):
         ran = run("simulate", "--trace", plain, *arguments)
-        assert "draftsim profile --exit-layers" in ran.refusal
+        assert "draftsim profile sources --exit-layers" in ran.refusal
         assert len(ran.err.strip().splitlines()) == 1
 
 

@@ -32,7 +32,7 @@ def test_sampled_outputs_get_their_early_exits_and_their_row(run: Run, small_run
     row = table_2(run, small_run)["temperature sampling (T=1.0)"]
     assert row["ours"] is None
     assert (
-        "profile the same pair and prompts with --exit-layers --temperature 1, and" in row["note"]
+        "`draftsim profile sources --exit-layers --temperature 1` of the same pair" in row["note"]
     )
     before = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
     assert profiled(run, small_run, "--temperature", 1).code == 0
@@ -45,7 +45,7 @@ def test_sampled_outputs_get_their_early_exits_and_their_row(run: Run, small_run
     assert rows["greedy decoding"]["ours"] > 0
     assert rows["temperature sampling (T=0.3)"]["ours"] is None
     note = rows["top-p sampling (p=0.9)"]["note"]
-    assert "with --exit-layers --temperature 1 --top-p 0.9, and name the run with --sampled" in note
+    assert "profile sources --exit-layers --temperature 1 --top-p 0.9` of the same pair" in note
     found = run(
         "simulate", "--trace", small_run / "sampled.parquet", "--latency", small_run, "--policy",
         "specbound", "--json", "-",

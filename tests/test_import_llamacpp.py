@@ -96,7 +96,7 @@ def test_under_a_threshold_it_drafts_and_accepts_as_replayed(run: str) -> None:
     given, policy = answers(run), check_llamacpp(settings()[run])
     trace = asked(given)
     if not trace.signals.issuperset(policy.reads):
-        pytest.skip("smollm2-cpu lacks top10_prob: `draftsim profile --signals-only` adds it")
+        pytest.skip("smollm2-cpu lacks top10_prob: `draftsim profile signals` adds it")
     rounds = replay(trace, policy, first=1).rounds
     compared = 0
     for i, (answer, request) in enumerate(zip(given, trace.requests, strict=True)):

@@ -183,7 +183,9 @@ def test_a_drafter_is_named_by_folder_or_kind(case: Case) -> None:
         replay_source(case.trace, Eagle("mtp"), Fixed(2), recordings=one)
     with pytest.raises(DraftsimError, match="5 recorded drafters are what no model names"):
         replay_source(case.trace, Eagle(), Fixed(2), recordings=case.recordings)
-    with pytest.raises(DraftsimError, match=r"there are: none.*draftsim profile --source eagle"):
+    with pytest.raises(
+        DraftsimError, match=r"there are: none.*draftsim profile sources --source eagle"
+    ):
         replay_source(case.trace, Eagle(), Fixed(2))
     with pytest.raises(DraftsimError, match="no drafter 'other' for this target"):
         REAL["eagle"].module(case.modules, Eagle("other"))

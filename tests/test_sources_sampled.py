@@ -223,7 +223,9 @@ def test_a_sampled_recording_fits_its_trace_alone() -> None:
             replay_source(other, source, policy, recordings=recordings)
         with pytest.raises(DraftsimError, match=rf"are {shown}, and this source .* along T=0\.8"):
             record_along(ExitRecorder(LayerRunner(model(), 64), heads(), (), sampling=HOT), other)
-    with pytest.raises(DraftsimError, match="record them with `draftsim profile --exit-layers`"):
+    with pytest.raises(
+        DraftsimError, match="record them with `draftsim profile sources --exit-layers`"
+    ):
         replay_source(trace, source, policy)
     with pytest.raises(DraftsimError, match="use RejectionSampling"):
         replay_source(trace, source, policy, ExactMatch(), recordings=recordings)

@@ -234,9 +234,9 @@ def say_remarks() -> None:
 def wrapped(text: str, width: int) -> str:
     """Return printable `text` on lines of at most `width`, as far as its words allow.
 
-    >>> print(wrapped("measure again with `draftsim profile --latency-only`", 30))
+    >>> print(wrapped("measure again with `draftsim profile latency`", 30))
     measure again with
-      `draftsim profile --latency-only`
+      `draftsim profile latency`
     """
     begin = text[: len(text) - len(text.lstrip())]
     # No printable text holds the mark that keeps words together.

@@ -159,7 +159,7 @@ def given_drafters(folders: Sequence[str], target: Any) -> Drafters:
         if found[path.name].modules_in_turn > 1:
             raise DraftsimError(
                 f"--drafters {text}: its modules run in turn, which no trace of a pair holds: "
-                "record it with `draftsim profile --source`"
+                "record it with `draftsim profile sources --source`"
             )
     return found
 

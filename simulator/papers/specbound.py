@@ -354,9 +354,9 @@ def _sampled(ours: Ours, sampling: Sampling) -> tuple[float | None, str]:
     held = {one[0].sampling: one for one in (*reversed(ours.sampled), own)}
     if sampling not in held:
         return None, (
-            f"no early exits were recorded along outputs sampled at {sampling.label}: profile the "
-            f"same pair and prompts with --exit-layers {sampling.options}, and name the run with "
-            "--sampled RUN"
+            f"no early exits were recorded along outputs sampled at {sampling.label}: `draftsim "
+            f"profile sources --exit-layers {sampling.options}` of the same pair and prompts "
+            "records them, and --sampled RUN names the run"
         )
     try:
         log = replayed(*held[sampling], "specbound")

@@ -354,8 +354,8 @@ class LatencyTable:
         if self.is_constant:
             return "draft"
         raise DraftsimError(
-            f"latency table has no passes of the drafter {model!r}: `draftsim profile --source "
-            f"{model.partition('.')[0]}:model=DIR` measures them"
+            f"latency table has no passes of the drafter {model!r}: `draftsim profile sources "
+            f"--source {model.partition('.')[0]}:model=DIR` measures them"
         )
 
     def cells_for(self, model: str, phase: str) -> tuple[str, str]:

@@ -204,7 +204,8 @@ def skipping(latency: LatencyTable, layers: int) -> pd.DataFrame:
     model = "exit" if latency.has("exit", "layer") else "target"
     if not latency.has(model, "layer"):
         raise DraftsimError(
-            "latency table has no single layers: `draftsim profile --exit-layers` measures them"
+            "latency table has no single layers: `draftsim profile sources --exit-layers` measures "
+            "them"
         )
     cells = latency.cells
     own = cells[

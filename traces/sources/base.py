@@ -40,7 +40,7 @@ class Source(Checked):
     """One line: the method, where it is from, and what its label refers to."""
     recorded_as: ClassVar[type[SourceRecording] | None] = None
     """Class of its recordings; None: nothing is recorded, the trace's tokens decide its drafts."""
-    record: ClassVar[str] = "`draftsim profile --exit-layers`"
+    record: ClassVar[str] = "`draftsim profile sources --exit-layers`"
     """Command that records it and measures its latencies, for messages."""
     runs_layers: ClassVar[bool] = False
     """True if its rounds run single layers of the target."""

@@ -234,7 +234,7 @@ class EarlyExit(Source):
         raise DraftsimError(
             f"drafts of {own!r} were not recorded after wrong exits (recorded: "
             f"{', '.join(dict.fromkeys(recorded))}): choose one of these, or record it with "
-            f"`draftsim profile --exit-layers --source {own}`"
+            f"`draftsim profile sources --exit-layers --source {own}`"
         )
 
 

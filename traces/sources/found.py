@@ -79,7 +79,7 @@ def find_recordings(name: str, trace: Trace) -> Recordings:
     if stamps and stamps != {stamp_of(trace)}:
         raise DraftsimError(
             f"the recordings of other draft sources in {folder} belong to other outputs than its "
-            "trace: record them again with `draftsim profile --exit-layers`"
+            "trace: record them again with `draftsim profile sources --exit-layers`"
         )
     return found
 
@@ -104,8 +104,8 @@ def own_source(latency: LatencyTable, trace: Trace, recordings: Recordings) -> S
         return None  # an imported log: its drafts may be those of any drafter
     raise DraftsimError(
         f"the engine's latencies are those of {source.model}, whose drafts this trace does "
-        f"not hold: record them with `draftsim profile --source eagle:model={source.model}`, or "
-        "give latencies of the draft model"
+        f"not hold: record them with `draftsim profile sources --source "
+        f"eagle:model={source.model}`, or give latencies of the draft model"
     )
 
 

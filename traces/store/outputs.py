@@ -103,7 +103,7 @@ class Output:
     """The same of the target's own greedy output."""
     passed: bool | None = None
     """True if its code passes the prompt's tests; None if the prompt has none, or it was not
-    run (`draftsim profile --run-code`)."""
+    run (`draftsim profile decode --run-code`)."""
     greedy_passed: bool | None = None
     """The same of the target's own greedy output."""
 

@@ -105,7 +105,7 @@ class Eagle(OnFeatures, StartSource):
 
     name = "eagle"
     takes_verified = True
-    record = "`draftsim profile --source eagle:model=DIR`"
+    record = "`draftsim profile sources --source eagle:model=DIR`"
     what = "EAGLE, EAGLE-3 or MTP drafter on the target's features, as a chain; exact"
 
     def by_passes(self, recordings: Recordings) -> bool:
@@ -179,7 +179,7 @@ class Parallel(OnFeatures, StartSource):
     unlike = None
     takes_verified = True
     drafts_end = True
-    record = "`draftsim profile --source parallel:model=DIR`"
+    record = "`draftsim profile sources --source parallel:model=DIR`"
     what = (
         "one-pass drafter (P-EAGLE, DFlash, DSpark, PARD): recorded, or drawn from "
         "acceptance=[0.8,0.6,...] by position"

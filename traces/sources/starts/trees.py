@@ -237,7 +237,7 @@ class Eagle2(OnFeatures):
 
     name = "eagle2"
     recorded_as = TreeRecording
-    record = "`draftsim profile --source eagle2:model=DIR`"
+    record = "`draftsim profile sources --source eagle2:model=DIR`"
     unlike = WIDER
     signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS - {"token_id"}
     what = "EAGLE-2's dynamic tree (arXiv:2406.16858) on an EAGLE, EAGLE-3 or MTP drafter; exact"
@@ -264,14 +264,14 @@ class Eagle2(OnFeatures):
         if self.topk not in (None, found.topk):
             raise DraftsimError(
                 f"trees of {name!r} were recorded with topk={found.topk}, not {self.topk}: leave "
-                f"it out, or record them with `draftsim profile --source eagle2:model=DIR,"
+                f"it out, or record them with `draftsim profile sources --source eagle2:model=DIR,"
                 f"topk={self.topk}`"
             )
         if self.depth is not None and self.depth > found.layers:
             raise DraftsimError(
                 f"trees of {name!r} were recorded {found.layers} layers deep, not {self.depth}: "
-                f"lower depth, or record them with `draftsim profile --source eagle2:model=DIR,"
-                f"depth={self.depth}`"
+                f"lower depth, or record them with `draftsim profile sources --source eagle2:"
+                f"model=DIR,depth={self.depth}`"
             )
         return found
 
