@@ -24,11 +24,12 @@ from profiler.decoding.single import ModelDecoder
 from profiler.latency.table import Grid
 from profiler.models.loading import Pair, load_pair
 from profiler.models.runner import Runner
+from profiler.models.seq2seq import ignored_settings
 from profiler.models.stack import LayerRunner
 from profiler.profile import LatencyProfile
 from profiler.recording.run import BUNDLED, RunInfo, read_info, write_info
 from profiler.recording.trace import Recorder
-from tests import bundled
+from tests import batched, bundled
 from tests.conftest import Run
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.errors import DraftsimError
@@ -87,6 +88,34 @@ def test_profile_refuses_code_in_one_line(
     assert "--trust-remote-code" in ran.refusal
     assert not marker.exists()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ignored"),
+    [
+        ("exponential_decay_length_penalty", (3, 1.9), True),
+        ("guidance_scale", 3.0, True),
+        ("guidance_scale", 1, False),
+        ("encoder_repetition_penalty", 3.0, True),
+        ("encoder_repetition_penalty", 1.0, False),
+        ("renormalize_logits", True, False),
+    ],
+)
+def test_settings_that_change_the_text_of_generate_are_known(
+    name: str, value: object, ignored: bool
+) -> None:
+    model, prompt = batched.llama(2, 1), torch.arange(20, 32)[None]
+
+    def text() -> list[int]:
+        wanted = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+        made: list[int] = model.generate(prompt, **wanted)[0].tolist()
+        return made
+
+    plain = text()
+    assert ignored_settings(model) == {}
+    setattr(model.generation_config, name, value)
+    assert (text() != plain) is ignored
+    assert ignored_settings(model) == ({name: value} if ignored else {})
 
 
 def test_positions_that_take_no_mask_of_ours_are_one_line(tmp_path: Path) -> None:

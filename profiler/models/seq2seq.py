@@ -65,6 +65,8 @@ def ignored_settings(model: Any) -> dict[str, Any]:
         "no_repeat_ngram_size": (None, 0), "forced_eos_token_id": (None,),
         "encoder_no_repeat_ngram_size": (None, 0), "min_new_tokens": (None, 0),
         "begin_suppress_tokens": (None, []), "sequence_bias": (None, {}),
+        "encoder_repetition_penalty": (None, 1.0), "exponential_decay_length_penalty": (None,),
+        "guidance_scale": (None, 1.0), "penalty_alpha": (None, 0.0),
     }  # fmt: skip
     if not is_seq2seq(model):  # whose runner follows `banned_tokens`
         neutral |= {"bad_words_ids": (None, []), "suppress_tokens": (None, [])}
