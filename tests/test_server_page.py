@@ -44,6 +44,20 @@ def test_every_command_of_the_page_runs(
 
 
 @pytest.mark.usefixtures("short_chains")
+def test_counters_change_nothing_where_results_hold_acceptance(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(SERVED)
+    [asked] = [command for command in COMMANDS if command.startswith("draftsim recommend --bench")
+               and "--metrics" in command]  # fmt: skip
+    arguments = shlex.split(asked)[1:]
+    counted = run(*arguments)
+    alone = run(*arguments[: arguments.index("--metrics")])
+    assert "--metrics has no effect" in counted.err
+    assert counted.out == alone.out
+
+
+@pytest.mark.usefixtures("short_chains")
 def test_the_runs_of_llamacpp_on_the_page_are_read(tmp_path: Path, run: Run) -> None:
     [block] = [block for block in BLOCKS if block.startswith("batch,")]
     path = tmp_path / "runs.csv"
