@@ -34,9 +34,9 @@ from simulator.recording import load_tables, said_costs
 from simulator.serving.cost import TableCost
 from simulator.tune.breakeven import (
     EXACT,
+    faster_up_to,
     grid,
     measured_surface,
-    pays_to,
     priced_surface,
     vllm_tables,
 )
@@ -146,10 +146,10 @@ class ShownSurface:
         shown = [n for n in SHOWN if not (exact and n in ("low", "high"))]
         more: dict[str, Any] = {f"vllm_by_{name}": table.document for name, table in tables.items()}
         more |= {f"loses_by_{name}": table.loses for name, table in tables.items()}
-        pays = f"{said} {pays_to(surface, 'batch', 'requests')}"
+        where = f"{said} {faster_up_to(surface, 'batch', 'requests')}"
         if surface["context"].nunique() > 1:
-            pays += f"; by context, {pays_to(surface, 'context', 'tokens')}"
-        note(pays + " (speedups here are lower bounds)" * least)
+            where += f"; by context, {faster_up_to(surface, 'context', 'tokens')}"
+        note(where + " (speedups here are lower bounds)" * least)
         emit(
             "breakeven", rows, self.json, more=more, out=self.out,
             tables=lambda: [

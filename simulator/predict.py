@@ -153,7 +153,6 @@ def in_listed_order(
 
 def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
     """Return True if the table has cells for all that the rounds ran."""
-
     if log.drafter != "draft" and not (latency.is_constant or latency.has(log.drafter, "forward")):
         return False
     ran = [] if log.recorded_calls is None else np.unique(log.recorded_calls["kind"]).tolist()
@@ -173,7 +172,6 @@ def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
 
 def with_free_lookups(latency: LatencyTable) -> LatencyTable:
     """Return a constant table in which searching text costs nothing; any other as it is."""
-
     if not latency.is_constant:
         return latency
     free = pd.DataFrame(

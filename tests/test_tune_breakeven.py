@@ -1,4 +1,4 @@
-"""Where speculation stops paying: by latencies, by a server's runs, and the runs to measure."""
+"""Where speedups end: by latencies, by a server's runs, and the runs to measure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from simulator.aggregate.observed import read_acceptance
 from simulator.aggregate.server import COSTS, ServerRun, calibrate, step_s
 from simulator.serving.cost import TableCost
 from simulator.tune.breakeven import (
+    faster_up_to,
     grid,
     measured_surface,
-    pays_to,
     plan,
     priced_surface,
     vllm_tables,
@@ -91,12 +91,12 @@ def test_vllms_two_tables_agree_with_the_surface_and_say_what_they_lose() -> Non
     assert 0 < tables["batch"].loses < 1
     one = surface[surface["batch"] == 1]
     assert vllm_tables(one)["seq_len"].loses == pytest.approx(0, abs=1e-12)
-    assert pays_to(one, "context", "tokens").startswith("up to ")
+    assert faster_up_to(one, "context", "tokens").startswith("up to ")
     # Each sentence is true of the rows that it names, and of no others.
     for along, unit, at in (("batch", "requests", "context"), ("context", "tokens", "batch")):
         least = surface[surface[at] == surface[at].min()]
         faster = least[(least["k"] > 0) & (least["speedup"] > 1)][along].max()
-        said = pays_to(surface, along, unit)
+        said = faster_up_to(surface, along, unit)
         assert said.startswith(f"up to {faster:,} {unit} at ")
         assert said.removesuffix(", all that were asked").endswith(
             {"context": "100 tokens of context", "batch": "1 request"}[at]

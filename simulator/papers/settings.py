@@ -66,7 +66,7 @@ def setting_rows(ours: Ours) -> list[Row]:
 
 
 def speedups(logs: list[RoundLog], latency: LatencyTable, batch: int = 1) -> list[float]:
-    """Decode seconds of plain decoding over those of each log, in batches of equal requests."""
+    """Return the decode speedup of each log over plain decoding, in batches of equal requests."""
     plain_s = price(autoregressive(logs[0]), latency, batch=batch).total_s
     return [float(plain_s / price(log, latency, batch=batch).total_s) for log in logs]
 

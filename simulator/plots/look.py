@@ -179,8 +179,8 @@ def draw_edge(
     *, log: tuple[bool, bool] = (False, False), bound: bool = False,
 ) -> None:  # fmt: skip
     """Draw the line between cells with and without a speedup: thick, or dashed for a bound."""
-    pays = np.asarray(values, dtype=float) >= 1
-    if pays.all() or not pays.any():
+    faster = np.asarray(values, dtype=float) >= 1
+    if faster.all() or not faster.any():
         return
     # Both ends of every cell take its value: the contour runs along the cells' sides.
     ends = []
@@ -188,7 +188,7 @@ def draw_edge(
         side = cell_edges(np.asarray(v, dtype=float), g)
         slack = 1e-3 * np.diff(side)
         ends.append(np.stack([side[:-1] + slack, side[1:] - slack], axis=1).ravel())
-    step = np.repeat(np.repeat(pays.astype(float), 2, axis=0), 2, axis=1)
+    step = np.repeat(np.repeat(faster.astype(float), 2, axis=0), 2, axis=1)
     axes.contour(*ends, step, [0.5], colors=INK, linestyles="--" if bound else "-",
                  linewidths=0.9 if bound else 2.4)  # fmt: skip
 

@@ -336,7 +336,7 @@ def _furthest(found: pd.DataFrame, names: Sequence[str]) -> list[str]:
     reach = {}
     for name in names:
         value = found.loc[found["policy"] == name, "break_even"].to_numpy(float)
-        # Where one pays everywhere or nowhere it is beyond all points, or short of them.
+        # One that is faster everywhere ends beyond all points, one that is nowhere short of them.
         ends = found[["first", "last"]].to_numpy(float)
         far, near = 2 * ends.max() - ends.min(), 2 * ends.min() - ends.max()
         reach[name] = float(np.where(np.isnan(value), near, np.minimum(value, far)).mean())

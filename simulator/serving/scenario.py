@@ -95,8 +95,9 @@ class Scenario:
     passes:
         See `simulator.serving.cost.EngineCost`.
     drafter_loaded:
-        True if the engine runs with its drafter under a policy that never drafts, too: it then
-        pays for what the drafter runs along.  By default such a policy has an engine without one.
+        True if the engine runs with its drafter under a policy that never drafts, too: its steps
+        then include what the drafter runs along.  By default such a policy has an engine without
+        one.
     warmup:
         Share of the requests, the first to arrive, that statistics leave out (`RunRecorder`).  In a
         closed loop they leave out at least two requests for each client, because the first of all

@@ -254,13 +254,13 @@ def grid(batches: Sequence[int], contexts: Sequence[int], ks: Sequence[int]) -> 
     return [SurfaceCell(*cell) for cell in product(batches, contexts, ks)]
 
 
-def pays_to(surface: pd.DataFrame, along: str, unit: str) -> str:
+def faster_up_to(surface: pd.DataFrame, along: str, unit: str) -> str:
     """Return in a few words how far along an axis the best draft length gives a speedup.
 
     The other axis has its smallest value, which is named where there are several.
 
     >>> made = pd.DataFrame({"batch": [1, 8], "context": 2, "k": 2, "speedup": [1.5, 0.9]})
-    >>> pays_to(made, "batch", "requests")
+    >>> faster_up_to(made, "batch", "requests")
     'up to 1 request'
     """
     other = "batch" if along == "context" else "context"
@@ -270,13 +270,13 @@ def pays_to(surface: pd.DataFrame, along: str, unit: str) -> str:
     at = f" at {named}" if surface[other].nunique() > 1 else ""
     surface = surface[surface[other] == least]
     best = surface[surface["k"] > 0].groupby(along)["speedup"].max().sort_index()
-    pays = [int(value) for value in best[best > 1].index]
-    if not pays:
+    faster = [int(value) for value in best[best > 1].index]
+    if not faster:
         return f"nowhere{at}"
-    if pays == [1]:
+    if faster == [1]:
         unit = unit.removesuffix("s")
-    if len(pays) == len(best):
-        return f"up to {pays[-1]:,} {unit}{at}, all that were asked"
-    if pays == [int(value) for value in best.index[: len(pays)]]:
-        return f"up to {pays[-1]:,} {unit}{at}"
-    return f"at {', '.join(f'{value:,}' for value in pays)} {unit}{at}"
+    if len(faster) == len(best):
+        return f"up to {faster[-1]:,} {unit}{at}, all that were asked"
+    if faster == [int(value) for value in best.index[: len(faster)]]:
+        return f"up to {faster[-1]:,} {unit}{at}"
+    return f"at {', '.join(f'{value:,}' for value in faster)} {unit}{at}"

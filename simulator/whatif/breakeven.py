@@ -82,10 +82,10 @@ def crossing(
     at, value = np.asarray(x, dtype=np.float64), np.asarray(speedup, dtype=np.float64)
     if len(at) != len(value) or not len(at):
         raise DraftsimError(f"{len(at)} points and {len(value)} speedups: expected as many, >= 1")
-    # Where a policy rests it is as fast as plain decoding, which is no paying.
-    pays = value > 1 + 1e-12
+    # Where a policy rests it is as fast as plain decoding, which is no speedup.
+    faster = value > 1 + 1e-12
     # The crossing is between the last point of its nearer side and the next one.
-    near = np.flatnonzero(pays == falling)
+    near = np.flatnonzero(faster == falling)
     if not len(near):
         return np.nan if falling else -np.inf
     i = int(near[-1])
@@ -129,7 +129,7 @@ def break_even(
         if along in ("batch", "context") and (x > 0).all():
             scale = "log"
         mid, low, high = (crossing(x, ordered[b], falling, scale) for b in BOUNDS)
-        # What surely pays ends sooner; what may pay, later.
+        # A sure speedup ends sooner; a possible one, later.
         bounds = (low, high) if falling else (high, low)
         adapting = ordered["adapting"]
         more = (x[0], x[-1], ordered["share_below_1"].mean(), adapting.mean(), adapting.max())
@@ -152,9 +152,9 @@ def fastest(frame: pd.DataFrame) -> pd.DataFrame:
     found = []
     for names, part in rows.groupby(list(POINT), sort=False, observed=True, dropna=False):
         best = part.iloc[int(part["speedup"].to_numpy(float).argmax())]
-        pays = best["speedup"] > 1 + 1e-12
-        bounds = [best[name] if pays else 1.0 for name in BOUNDS]
-        found.append((*names, str(best["policy"]) if pays else NO_SPECULATION, *bounds))
+        faster = best["speedup"] > 1 + 1e-12
+        bounds = [best[name] if faster else 1.0 for name in BOUNDS]
+        found.append((*names, str(best["policy"]) if faster else NO_SPECULATION, *bounds))
     return pd.DataFrame(found, columns=[*POINT, "policy", *BOUNDS])
 
 

@@ -155,7 +155,7 @@ def _elsewhere(
 
     A round emits as much at every load.  With the tokens of a round unknown, the speeds at the
     smallest load only say how much more time than tokens a longer draft takes there; at the
-    other load the drafts are taken to be as dear.
+    other load the drafts are taken to cost as much.
     """
     given = min(n for n in here if n)
     rows = [
