@@ -157,7 +157,9 @@ def headline(rows: Sequence[Row]) -> str:
     plain = next((row for row in rows if row["policy"] == "autoregressive"), None)
     if plain is None:
         return f"{words}."
-    return f"{words}, {plain['replicas'] or 'more than tried'} without speculation."
+    if plain["replicas"] is None:
+        return f"{words}; no number tried is enough without speculation."
+    return f"{words}, {plain['replicas']} without speculation."
 
 
 def _span(low: int, high: int | None) -> str:

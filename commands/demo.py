@@ -46,22 +46,27 @@ def demo(
     ] = False,
     limit: Annotated[
         int | None,
-        typer.Option(min=4, help=f"Use this many prompts: {QUICK.prompts}, {FULL.prompts}."),
+        typer.Option(
+            min=4,
+            help=f"Use this many prompts. Default: {QUICK.prompts}; {FULL.prompts} with --full.",
+        ),
     ] = None,
     repeats: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Real runs of every policy and prompt: {QUICK.repeats}."),
+        typer.Option(
+            min=1, help=f"Real runs of every policy and prompt. Default: {QUICK.repeats}."
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=2, help=f"Output limit per prompt: {QUICK.tokens}, {FULL.tokens}."),
+        typer.Option(
+            min=2,
+            help=f"Output limit per prompt. Default: {QUICK.tokens}; {FULL.tokens} with --full.",
+        ),
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Predict from a recording, then profile the bundled pair here and check by real decoding.
-
-    If an option has two defaults, the second is that of --full.
-    """
+    """Predict from a recording, then profile the bundled pair here and check by real decoding."""
     say_recorded()
     size = FULL if full else QUICK
     size = size._replace(

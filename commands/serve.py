@@ -100,7 +100,10 @@ def serve(
         str,
         typer.Option(
             help="continuous, static, static-minimum, static-mean, pearl or dsi; "
-            "pearl:interference=F if target and drafter slow each other down on one device."
+            "pearl:interference=F if target and drafter slow each other down on one device. "
+            "static: each request keeps what it had accepted; static-minimum: all keep as many "
+            "tokens as the one with fewest accepted; static-mean: all draft alike, until fewer "
+            "than half of their policies wish to go on."
         ),
     ] = "continuous",
     requests: Annotated[

@@ -79,6 +79,15 @@ class SweepInputs(options.CarriedInputs):
             "unless --c is given.",
         ),
     ] = None  # type: ignore[assignment]
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            metavar="NAME,...",
+            help="Extrapolate latencies measured on another GPU to each of these, approximately "
+            "(`draftsim list devices`).",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -442,6 +442,8 @@ def test_the_command_answers_in_words_and_rows(
 
     assert "no policy" not in headline(rows[:1])
     assert headline(rows[:1]).endswith("name a policy to compare it with.")
+    unmet = {**rows[0], "replicas": None}
+    assert headline([unmet, rows[1]]).endswith("; no number tried is enough without speculation.")
     assert not remarks(rows[:1])[0].endswith(":")
     assert "at most 4 requests at a time in each (--max-batch)" in remarks(rows[:1])[0]
     # Where both take as many, a policy that meets the SLO more often saves none.

@@ -194,6 +194,8 @@ def test_robustness_is_of_what_was_named_as_far_as_it_was_recorded(
     ]
     assert "no parameter gamma (initial draft length): svip" in ran.err
     assert "no longer drafts" not in ran.err
+    shown = run("simulate", "robustness", "--policy", "fixed", "--policy", "gammatune").out
+    assert "over initial draft lengths, fixed's mean speedup is 1" in " ".join(shown.split())
     drafted = ("simulate", "robustness", "--trace", "smollm2-cpu", "--source", "ngram")
     ran = run(*drafted, "--json", "-").ok()
     assert [row["policy"] for row in ran.rows][:2] == ["fixed", "hf-heuristic"]

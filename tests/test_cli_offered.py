@@ -165,6 +165,22 @@ def test_a_command_has_its_own_help(name: str, run: Run) -> None:
     assert " ".join(summary.split()).replace("``", "") in said.replace("``", "")
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("demo", "Default: 14; 40 with --full."),
+        ("serve", "static-minimum: all keep as many tokens as the one with fewest accepted"),
+        ("simulate", "as JSON to FILE instead of printing the table; - is standard output."),
+        ("sweep", "--gpu NAME,... Extrapolate latencies measured on another GPU to each of these"),
+        ("tune", "--gpu NAME Extrapolate latencies measured on another GPU to this one"),
+        ("validate engine", "counts requests whose text is not that of plain decoding"),
+        ("validate recorded", "which bounds on the errors and on the order of policies are met"),
+    ],
+)
+def test_help_says_what_an_option_of_this_command_takes(command: str, words: str, run: Run) -> None:
+    assert words in " ".join(run(*command.split(), "--help").out.split())
+
+
 def test_a_name_that_is_none_is_told_with_the_nearest(run: Run) -> None:
     said = run("simulat")
     assert "no command 'simulat': did you mean `draftsim simulate`?" in said.refusal

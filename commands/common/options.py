@@ -121,7 +121,7 @@ GpuOption = Annotated[
     typer.Option(
         "--gpu", metavar="NAME",
         help="Extrapolate latencies measured on another GPU to this one, approximately (`draftsim "
-        "list devices`). `sweep` takes several, separated by commas.",
+        "list devices`).",
     ),
 ]  # fmt: skip
 WeightsOption = Annotated[

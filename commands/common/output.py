@@ -84,7 +84,7 @@ JsonOption = Annotated[
         "--json",
         metavar="FILE",
         callback=_placed_json,
-        help="Write the rows as JSON to FILE; - is standard output.",
+        help="Write the rows as JSON to FILE instead of printing the table; - is standard output.",
     ),
 ]
 PlotsOption = Annotated[

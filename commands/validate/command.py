@@ -185,8 +185,8 @@ def engine(
     a finished check.
 
     `machine` is how much slower a control load ran than when the engine was measured, and
-    --remeasure measures it again between the runs.  `texts_diverged` counts requests that wrote
-    another text than by plain decoding.
+    --remeasure measures it again between the runs.  `texts_diverged` counts requests whose
+    text is not that of plain decoding.
 
     With --http the requests go to vLLM's HTTP server.  `request_s` and `iteration_s` are the
     seconds that it adds per request and per step, `share` their part of the request time.  They are
@@ -221,7 +221,8 @@ def recorded(
 ) -> None:
     """Compare runs measured before with what their latencies predict; nothing is run.
 
-    The comparison is by pair, mode, batch and policy, with the bounds that it keeps.  `drift` is
-    how much slower single passes were during those runs than when the latencies were measured.
+    The comparison is by pair, mode, batch and policy.  A second table says, for each pair and mode,
+    which bounds on the errors and on the order of policies are met.  `drift` is how much slower
+    single passes were during those runs than when the latencies were measured.
     """
     recorded_check(recorded, markdown, json, out)

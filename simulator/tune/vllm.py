@@ -248,7 +248,7 @@ def tune_vllm(
     elif engine == "vllm" and table[-1].any():
         more.append(
             f"vLLM keeps the last K beyond batch {sizes[-1]}, the largest searched: "
-            "search on, or limit max_num_seqs"
+            "search larger batches with --batch, or limit max_num_seqs"
         )
     # vLLM refuses a window of 0, so a table that never drafts is given one of 1.
     document: dict[str, Any] = {
