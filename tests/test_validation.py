@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from commands.validate.spot_check import say_verdict
 from policies.lengths.basic import Fixed
 from simulator.pricing import Priced, autoregressive, price
 from simulator.validation import VALIDATE_COLUMNS, common_error, compare, predictions, verdict
@@ -109,6 +110,21 @@ def test_verdict_sees_ranking_and_sign(runs: list[Priced]) -> None:
     )
     assert set(bad.wrong_sign) == {two, six}
     assert (plain, two) in bad.misranked
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ([1.0], "one repeat cannot tell which policies differ"),
+        ([0.1, 1.9, 1.0], "no two policies are clearly different"),
+        ([1.0, 1.0], "0 of 3 clearly different pairs misranked"),
+    ],
+)
+def test_one_repeat_is_said_to_tell_no_difference(
+    runs: list[Priced], seconds: list[float], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_verdict(compare(runs, measure(runs, same(runs, seconds))))
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_error_of_no_speculation_alone_is_said_to_be_in_every_speedup() -> None:

@@ -361,10 +361,11 @@ def say_verdict(rows: pd.DataFrame) -> None:
     said = verdict(priced)
     records = rows.to_dict("records")
     say_texts(records)
-    ranks = (
-        f"{len(said.misranked)} of {said.ranked_pairs} clearly different pairs misranked"
-        if said.ranked_pairs else "no two policies are clearly different"
-    )  # fmt: skip
+    ranks = "no two policies are clearly different"
+    if priced["spread"].isna().all():
+        ranks = "one repeat cannot tell which policies differ: --repeats 3 can"
+    elif said.ranked_pairs:
+        ranks = f"{len(said.misranked)} of {said.ranked_pairs} clearly different pairs misranked"
     sides = (
         f", {len(said.wrong_sign)} of {said.sign_arms} on the wrong side of 1x"
         if said.sign_arms else ""
