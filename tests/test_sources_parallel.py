@@ -123,7 +123,7 @@ def test_impossible_values_are_refused(text: str, says: str) -> None:
 
 
 def test_a_drafter_that_was_not_recorded_is_refused(trace: Trace) -> None:
-    with pytest.raises(DraftsimError, match="profile --source parallel:model=DIR"):
+    with pytest.raises(DraftsimError, match="profile sources --source parallel:model=DIR"):
         replay_source(trace, Parallel("head"), Fixed(1))
 
 

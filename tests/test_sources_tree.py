@@ -268,8 +268,8 @@ def test_what_was_not_recorded_is_refused(case: Grown) -> None:
     for text, message in (
         ("eagle2:model=eagle,topk=3", "were recorded with topk=4, not 3"),
         ("eagle2:model=eagle,depth=6", "5 layers deep, not 6"),
-        ("eagle2", "2 recorded drafters are what no model names"),
-        ("eagle2:model=mtp", "0 recorded drafters .*profile sources --source eagle2:model=DIR"),
+        ("eagle2", "several recorded drafters fit eagle2 "),
+        ("eagle2:model=mtp", "has the name or kind mtp .*sources --source eagle2:model=DIR"),
     ):  # fmt: skip
         with pytest.raises(DraftsimError, match=message):
             replayed(text, Fixed(2))

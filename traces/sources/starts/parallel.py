@@ -66,11 +66,19 @@ class OnFeatures(Source):
         fitting = [k for k, r in mine.items() if self.model in (None, r.meta["kind"])]
         if len(fitting) == 1:
             return f"{self.name}.{fitting[0]}"
-        have = (f"{k} ({r.meta['kind']})" for k, r in mine.items())
+        if not mine:
+            raise DraftsimError(
+                f"no drafter of the source {self.name} is recorded: {self.record} records one"
+            )
+        have = ", ".join(f"{k} ({r.meta['kind']})" for k, r in mine.items())
+        found = (
+            "several recorded drafters fit"
+            if fitting
+            else "no recorded drafter has the name or kind"
+        )
         raise DraftsimError(
-            f"{len(fitting)} recorded drafters are what {self.model or 'no model'} names "
-            f"(there are: {', '.join(have) or 'none'}): name one, {self.name}:model=NAME, or "
-            f"record it with {self.record}"
+            f"{found} {self.model or self.name} (there are: {have}): name one, "
+            f"{self.name}:model=NAME, or record it with {self.record}"
         )
 
     def drafter(self, recordings: Recordings) -> str:
