@@ -34,8 +34,10 @@ from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
-from traces.sources import SYSTEMS, EarlyExit, parse_source, replay_source
 from traces.sources.base import Source
+from traces.sources.early_exit import EarlyExit
+from traces.sources.registry import SYSTEMS, parse_source
+from traces.sources.replay import replay_source
 
 BUNDLED = Path(__file__).parents[1] / "profiler" / "bundled"
 

@@ -14,7 +14,8 @@ from simulator.tune.single import values_said
 from traces.acceptance.trace import Trace
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
-from traces.sources import NGramSimple, replay_source
+from traces.sources.lookups.sources import NGramSimple
+from traces.sources.replay import replay_source
 from traces.store.recordings import find_trace
 
 SERVED = RECORDED / "smollm2-llamacpp-cpu"

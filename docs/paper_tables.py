@@ -7,7 +7,7 @@ from functools import cache
 from docs.reading import table
 from simulator.papers.ours import Ours
 from simulator.papers.specbound import order_rows, system_rows
-from traces.sources import find_recordings
+from traces.sources.found import find_recordings
 from traces.store.recordings import find_latency, find_trace
 
 

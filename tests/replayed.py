@@ -17,7 +17,9 @@ from traces.acceptance.trace import Trace
 from traces.replay.calls import pack_calls
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
-from traces.sources import Recordings, Source, replay_source
+from traces.sources.base import Source
+from traces.sources.recording import Recordings
+from traces.sources.replay import replay_source
 
 
 def assert_decoded_as_replayed(pair: Pair, trace: Trace, planned: Sequence[PlannedPolicy]) -> None:

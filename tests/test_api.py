@@ -28,7 +28,7 @@ from tests.conftest import ROOT, Run
 from traces.acceptance.synthetic import synthetic_trace
 from traces.importers.base import Options
 from traces.latency.table import LatencyTable
-from traces.sources import find_drafted
+from traces.sources.found import find_drafted
 from traces.store.files import write_trace
 from traces.store.recordings import TRACE_VARIABLE, find_latency, find_trace
 

@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 
 from tests.conftest import ONE_PROMPT, Run
-from traces.sources import TreeRecording, read_recordings
+from traces.sources.found import read_recordings
+from traces.sources.starts.trees import TreeRecording
 from traces.store.files import read_latency, write_latency
 
 

@@ -18,7 +18,7 @@ from traces.acceptance.trace import Trace
 from traces.digits import three_digits
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable, as_cells
-from traces.sources import find_drafted
+from traces.sources.found import find_drafted
 from traces.store.files import write_latency, write_trace
 from traces.store.identity import engine_head, model_in, same_model
 from traces.store.recordings import (

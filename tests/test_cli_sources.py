@@ -16,15 +16,11 @@ from tests.conftest import Run
 from traces.acceptance.trace import Request, Trace
 from traces.errors import FileError
 from traces.latency.table import LatencyTable
-from traces.sources import (
-    PLD,
-    SYSTEMS,
-    EarlyExit,
-    parse_source,
-    read_recordings,
-    replay_source,
-    write_recordings,
-)
+from traces.sources.early_exit import EarlyExit
+from traces.sources.found import read_recordings, write_recordings
+from traces.sources.lookups.sources import PLD
+from traces.sources.registry import SYSTEMS, parse_source
+from traces.sources.replay import replay_source
 from traces.store.files import (
     read_latency,
     read_rounds,

@@ -18,7 +18,8 @@ from simulator.whatif.ranking import fastest_for_real
 from tests.conftest import SMALL_PROFILE, Run
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
-from traces.sources import EarlyExit, read_recordings, write_recordings
+from traces.sources.early_exit import EarlyExit
+from traces.sources.found import read_recordings, write_recordings
 from traces.store.engine_runs import read_measured
 from traces.store.files import read_latency, read_trace, write_latency
 from traces.store.recordings import find_trace

@@ -15,8 +15,8 @@ from tests.conftest import Run
 from tests.logs import counts, written
 from traces.errors import FileError
 from traces.replay.run import replay
-from traces.sources import replay_source
 from traces.sources.lookups.text import NGramSimpleLookup
+from traces.sources.replay import replay_source
 
 RUNS = sorted(path.stem for path in SERVED.glob("*.jsonl"))
 SURE = sorted(run for run, setting in settings().items() if not setting["spec-draft-p-min"])

@@ -21,8 +21,8 @@ from traces.errors import DraftsimError, FileError, SignalError
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
-from traces.sources import replay_source
 from traces.sources.lookups.sources import PLD
+from traces.sources.replay import replay_source
 from traces.store.files import write_trace
 
 LIMIT = 40

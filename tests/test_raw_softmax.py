@@ -26,7 +26,8 @@ from traces.errors import SignalError
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.run import replay
 from traces.replay.vectorised import replay_many
-from traces.sources import EarlyExit, replay_source
+from traces.sources.early_exit import EarlyExit
+from traces.sources.replay import replay_source
 
 SAMPLED = [Sampling(0.7), Sampling(1.0, 0.9), Sampling(0.7, 0.9)]
 

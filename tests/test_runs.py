@@ -25,8 +25,8 @@ from traces.errors import DraftsimError
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.replay.vectorised import replay_many
-from traces.sources import replay_source
 from traces.sources.lookups.sources import PLD
+from traces.sources.replay import replay_source
 
 LEARNERS = (
     "hf-heuristic:persist=persistent",

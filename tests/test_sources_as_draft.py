@@ -28,8 +28,10 @@ from traces.errors import DraftsimError, SignalError, TailError
 from traces.latency.table import LatencyTable
 from traces.replay.run import can_replay, replay
 from traces.replay.vectorised import replay_many
-from traces.sources import Source, parse_source, replay_source
 from traces.sources.as_draft import drafted_latency, drafted_trace
+from traces.sources.base import Source
+from traces.sources.registry import parse_source
+from traces.sources.replay import replay_source
 from traces.store.recordings import find_trace
 
 SOURCES = ("eagle:model=eagle", "eagle:model=eagle3", "medusa", "medusa:k=2", "hydra", "layer-skip",

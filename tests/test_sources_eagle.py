@@ -36,13 +36,10 @@ from tests.shared import made_once
 from traces.errors import DraftsimError, TailError
 from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.replay.calls import DRAFTER, Calls, pack_counted
-from traces.sources import (
-    Eagle,
-    parse_source,
-    read_recordings,
-    replay_source,
-    write_recordings,
-)
+from traces.sources.found import read_recordings, write_recordings
+from traces.sources.registry import parse_source
+from traces.sources.replay import replay_source
+from traces.sources.starts.parallel import Eagle
 
 KINDS = ("eagle", "eagle3", "eagle3-variant", "mtp", "mtp-several")
 OFFSETS = 6

@@ -30,9 +30,12 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.run import replay
-from traces.sources import Eagle, Recordings, read_recordings, replay_source, write_recordings
 from traces.sources.as_draft import drafted_trace
 from traces.sources.base import DRAFTER_SIGNALS
+from traces.sources.found import read_recordings, write_recordings
+from traces.sources.recording import Recordings
+from traces.sources.replay import replay_source
+from traces.sources.starts.parallel import Eagle
 
 HOT, CUT = Sampling(1.5), Sampling(1.5, 0.9)
 SAMPLINGS = pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])

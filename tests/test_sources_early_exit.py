@@ -18,13 +18,10 @@ from simulator.formulas.specbound import expected_tokens, round_cost, worst_case
 from tests.outputs import decoded, trace_of
 from traces.errors import DraftsimError, FileError, TailError
 from traces.replay.calls import CALL_DTYPE, EXIT_HEAD, HEAD, LAYER, CallCounter, LayerCounter
-from traces.sources import (
-    EarlyExit,
-    ExitRecording,
-    replay_source,
-)
-from traces.sources.exit_recording import NODE_COLUMNS, OMEGAS, temperature
+from traces.sources.early_exit import EarlyExit
+from traces.sources.exit_recording import NODE_COLUMNS, OMEGAS, ExitRecording, temperature
 from traces.sources.recording import LOGITS
+from traces.sources.replay import replay_source
 
 
 def layer_tokens(calls: list[tuple[bool, int, int, int]], verify: bool) -> dict[int, int]:

@@ -13,10 +13,11 @@ import pytest
 from policies.lengths.basic import Fixed
 from tests.engine_lookups import NGRAMS, random_texts
 from tests.outputs import decoded, trace_of
-from traces.sources import NGram, NGramSimple, Suffix, parse_source, replay_source
-from traces.sources.lookups.sources import ServedRequest, served_before
+from traces.sources.lookups.sources import NGram, NGramSimple, ServedRequest, Suffix, served_before
 from traces.sources.lookups.suffix import SuffixLookup, SuffixTree
 from traces.sources.lookups.text import NGramLookup, NGramSimpleLookup
+from traces.sources.registry import parse_source
+from traces.sources.replay import replay_source
 
 
 def _searched(ids: list[int], k: int, min_n: int, max_n: int) -> list[int]:

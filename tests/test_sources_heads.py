@@ -20,25 +20,22 @@ from traces.errors import DraftsimError, TailError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, LAYER
 from traces.replay.rounds import RoundLog
-from traces.sources import (
-    SYSTEMS,
+from traces.sources.base import Source
+from traces.sources.found import read_recordings, write_recordings
+from traces.sources.recording import LOGITS
+from traces.sources.registry import SOURCES as SOURCES_BY_NAME
+from traces.sources.registry import SYSTEMS, describe_source, parse_source
+from traces.sources.replay import replay_source
+from traces.sources.starts.sources import (
     Blockwise,
     Hydra,
     LayerSkip,
     Medusa,
     MedusaTree,
-    Source,
     Space,
     SpecDec,
     StartRecording,
-    describe_source,
-    parse_source,
-    read_recordings,
-    replay_source,
-    write_recordings,
 )
-from traces.sources.recording import LOGITS
-from traces.sources.registry import SOURCES as SOURCES_BY_NAME
 
 
 class Case:

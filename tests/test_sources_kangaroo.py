@@ -25,14 +25,11 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import ADAPTER, LAYER
-from traces.sources import (
-    Recordings,
-    parse_source,
-    read_recordings,
-    replay_source,
-    write_recordings,
-)
 from traces.sources.early_exit import Kangaroo
+from traces.sources.found import read_recordings, write_recordings
+from traces.sources.recording import Recordings
+from traces.sources.registry import parse_source
+from traces.sources.replay import replay_source
 
 LIMIT = 24
 

@@ -17,11 +17,12 @@ from policies.rules.threshold import TypicalAcceptance
 from tests.outputs import LIMIT, decoded, trace_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
-from traces.sources import PLD, REST, Lookahead, Suffix, parse_source, replay_source
 from traces.sources.base import prompt_tokens, true_tokens
-from traces.sources.lookups.sources import read_corpus, served_before
+from traces.sources.lookups.sources import PLD, REST, Lookahead, Suffix, read_corpus, served_before
 from traces.sources.lookups.suffix import SuffixLookup
 from traces.sources.lookups.text import Datastore, NGramPool, PromptLookup, Retrieval
+from traces.sources.registry import parse_source
+from traces.sources.replay import replay_source
 
 IDS = st.lists(st.integers(1, 4), min_size=1, max_size=40)
 

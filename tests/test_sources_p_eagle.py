@@ -21,7 +21,7 @@ from tests.replayed import run_as_replayed
 from tests.test_sources_eagle import OFFSETS, Case, Moody
 from traces.errors import DraftsimError
 from traces.replay.calls import ONE_PASS
-from traces.sources import read_recordings
+from traces.sources.found import read_recordings
 from traces.sources.starts.parallel import Parallel
 
 

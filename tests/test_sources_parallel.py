@@ -16,8 +16,9 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.run import fidelity_of
-from traces.sources import parse_source, replay_source
 from traces.sources.as_draft import drafted_latency, drafted_trace
+from traces.sources.registry import parse_source
+from traces.sources.replay import replay_source
 from traces.sources.starts.parallel import Parallel, drawn_starts
 from traces.sources.starts.sources import StartRecording
 

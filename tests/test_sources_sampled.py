@@ -29,16 +29,13 @@ from tests.replayed import run_as_replayed, run_source, same_means
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.sources import (
-    PLD,
-    EarlyExit,
-    Recordings,
-    read_recordings,
-    replay_source,
-    write_recordings,
-)
 from traces.sources.base import DRAFTER_SIGNALS
+from traces.sources.early_exit import EarlyExit
 from traces.sources.exit_recording import ExitRecording
+from traces.sources.found import read_recordings, write_recordings
+from traces.sources.lookups.sources import PLD
+from traces.sources.recording import Recordings
+from traces.sources.replay import replay_source
 
 HOT, CUT = Sampling(0.8), Sampling(0.8, 0.7)
 SAMPLINGS = pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])

@@ -28,16 +28,12 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE
-from traces.sources import (
-    Eagle,
-    Eagle2,
-    Recordings,
-    parse_source,
-    read_recordings,
-    replay_source,
-    write_recordings,
-)
-from traces.sources.starts.trees import TreeRecording, candidates
+from traces.sources.found import read_recordings, write_recordings
+from traces.sources.recording import Recordings
+from traces.sources.registry import parse_source
+from traces.sources.replay import replay_source
+from traces.sources.starts.parallel import Eagle
+from traces.sources.starts.trees import Eagle2, TreeRecording, candidates
 
 KINDS = ("eagle", "eagle3")
 TOPK, LAYERS = 4, 5

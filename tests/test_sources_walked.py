@@ -26,13 +26,16 @@ from traces.replay import run as run_loop
 from traces.replay import vectorised
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
-from traces.sources import REST, EarlyExit, Recordings, Source, parse_source, replay_source
 from traces.sources import replay as by_source
 from traces.sources.as_draft import drafted_trace
-from traces.sources.early_exit import StandInExit
+from traces.sources.base import Source
+from traces.sources.early_exit import EarlyExit, StandInExit
 from traces.sources.found import find_recordings
 from traces.sources.lookups import occurrences
-from traces.sources.registry import SYSTEMS
+from traces.sources.lookups.sources import REST
+from traces.sources.recording import Recordings
+from traces.sources.registry import SYSTEMS, parse_source
+from traces.sources.replay import replay_source
 from traces.store.recordings import find_trace
 
 FIELDS = ("policy", "source", "drafter", "verify", "fidelity", "reads", "first")

@@ -40,7 +40,8 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable, as_cells
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
-from traces.sources import parse_source, replay_source
+from traces.sources.registry import parse_source
+from traces.sources.replay import replay_source
 
 LATENCY = LatencyTable.constant(0.01, 0.001, 0.012, host_round=0.0005)
 ALPHAS = (0.3, 0.5, 0.7, 0.9)

@@ -22,8 +22,8 @@ from tests.serving import CONSTANT
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
-from traces.sources import replay_source
 from traces.sources.lookups.sources import PLD
+from traces.sources.replay import replay_source
 
 RECORDED = synthetic_trace(0.8, requests=4, tokens=40, concentration=3.0, max_gamma=24, seed=5)
 BARE = synthetic_trace(0.8, requests=4, tokens=40, seed=5)

@@ -33,7 +33,7 @@ from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
-from traces.sources import EarlyExit
+from traces.sources.early_exit import EarlyExit
 
 WINDOW, NEW, GAMMA, VOCAB = 8, 16, 5, 61
 LENGTHS = (24, 3)
