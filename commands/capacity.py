@@ -45,7 +45,7 @@ def capacity(
         ),
     ],
     inputs: options.BatchInputs,
-    policies: options.Policies,
+    policies: options.ServedPolicies,
     engine: options.EngineLimits,
     load: options.OfferedLoad,
     router: Annotated[

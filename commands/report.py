@@ -38,7 +38,7 @@ def report(
         Path, typer.Option(metavar="FILE", callback=placed_as(b"<"), help="The page to write.")
     ] = Path("report.html"),
     latency: options.LatencyOption = None,
-    policy: options.PolicyOption = None,
+    policy: Annotated[list[str] | None, options.policy_option("all")] = None,
     source: options.DraftedOption = None,
     always_draft: options.AlwaysOption = None,
     gpu: options.GpuOption = None,

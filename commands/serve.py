@@ -85,7 +85,7 @@ class LoadOptions(options.OfferedLoad):
 
 def serve(
     inputs: options.BatchInputs,
-    policies: options.Policies,
+    policies: options.ServedPolicies,
     loads: LoadOptions,
     engine: options.EngineLimits,
     settings: Annotated[

@@ -60,7 +60,8 @@ SweptOption = Annotated[
     typer.Option(
         "--policy", metavar="P",
         help="name[:key=value,...]; {1..12} or {0.3,0.5} is one policy per value. Repeatable; all "
-        "= every policy.",
+        "= every policy. Default: `grid` has fixed:gamma={1..LONGEST} and the oracle, `ladder` "
+        "all.",
     ),
 ]  # fmt: skip
 

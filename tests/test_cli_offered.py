@@ -169,6 +169,13 @@ def test_a_command_has_its_own_help(name: str, run: Run) -> None:
     ("command", "words"),
     [
         ("demo", "Default: 14; 40 with --full."),
+        ("serve", "Default: autoregressive, fixed:gamma=1, fixed:gamma=4, gammatune."),
+        ("capacity", "Default: autoregressive, fixed:gamma=1, fixed:gamma=4, gammatune."),
+        ("simulate", "all = every policy (`draftsim list policies`). Default: all."),
+        ("report", "all = every policy (`draftsim list policies`). Default: all."),
+        ("profile decode", "Default: fixed."),
+        ("validate", "Default: a few, and those that are predicted fastest."),
+        ("sweep", "Default: `grid` has fixed:gamma={1..LONGEST} and the oracle, `ladder` all."),
         ("serve", "static-minimum: all keep as many tokens as the one with fewest accepted"),
         ("simulate", "as JSON to FILE instead of printing the table; - is standard output."),
         ("sweep", "--gpu NAME,... Extrapolate latencies measured on another GPU to each of these"),

@@ -14,6 +14,7 @@ from commands.common.configured import MOST_BATCH, check_most
 from commands.common.drafted import load_recording
 from commands.common.output import remark
 from policies.registry import PLAIN
+from simulator.chosen import DEFAULT
 from simulator.executors import Cluster, Executor, Local
 from simulator.whatif.axes import parse_axis
 from traces.errors import DraftsimError
@@ -132,14 +133,18 @@ WeightsOption = Annotated[
         "for both models, or target=...,draft=... (`draftsim list weight-formats`).",
     ),
 ]  # fmt: skip
-PolicyOption = Annotated[
-    list[str] | None,
-    typer.Option(
+
+
+def policy_option(default: str) -> Any:
+    """Return the option ``--policy`` of a command that takes `default` where none is named."""
+    return typer.Option(
         "--policy", metavar="P",
         help="name[:key=value,...], FILE.py:Class[:...] for a policy of your own, or the name "
-        "of a paper's method; repeatable; all = every policy (`draftsim list policies`).",
-    ),
-]  # fmt: skip
+        "of a paper's method; repeatable; all = every policy (`draftsim list policies`). "
+        f"Default: {default}.",
+    )  # fmt: skip
+
+
 VerifyOption = Annotated[
     str | None,
     typer.Option(
@@ -247,7 +252,7 @@ class Policies:
 
     heading: ClassVar[str] = "Policies"
 
-    policy: PolicyOption = None
+    policy: Annotated[list[str] | None, policy_option("all")] = None
     verify: VerifyOption = None
     memory: MemoryOption = None
 
@@ -255,6 +260,13 @@ class Policies:
     def plain(self) -> bool:
         """True if plain decoding alone is named."""
         return set(self.policy or ()) == {PLAIN}
+
+
+@dataclass(frozen=True)
+class ServedPolicies(Policies):
+    """The same for commands that serve requests."""
+
+    policy: Annotated[list[str] | None, policy_option(", ".join(DEFAULT))] = None
 
 
 @dataclass(frozen=True)

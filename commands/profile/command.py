@@ -230,7 +230,7 @@ def decode(
     timing: TimedPasses,
     out: RunOption,
     verify: options.VerifyOption = None,
-    policy: options.PolicyOption = None,
+    policy: Annotated[list[str] | None, options.policy_option("fixed")] = None,
     memory: options.MemoryOption = None,
     split: Annotated[
         float | None,

@@ -53,7 +53,9 @@ class CheckedRun:
     """The options of every check that runs something."""
 
     run: Annotated[Path, typer.Option(metavar="RUN", help="Run folder of `draftsim profile`.")]
-    policy: options.PolicyOption = None
+    policy: Annotated[
+        list[str] | None, options.policy_option("a few, and those that are predicted fastest")
+    ] = None
     repeats: Annotated[int, typer.Option(min=1, help="Real runs of every policy and prompt.")] = 3
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None
     out: OutOption = None
