@@ -21,7 +21,9 @@ def test_every_named_method_is_a_policy_of_simulate(run: Run) -> None:
     """Methods of one list share a table; a missing recording is named in one line."""
     asked = []
     for name in METHODS:
-        if name in SYSTEMS and SYSTEMS[name].source.startswith(("eagle", "ngram", "suffix")):
+        if name in SYSTEMS and SYSTEMS[name].source.startswith(
+            ("eagle", "hydra", "ngram", "suffix")
+        ):
             ran = run("simulate", "--policy", name, "--resamples", 2)
             assert ran.code in (0, 2), name
             assert ran.err.count("\n") <= 2 or ran.code == 0, name
