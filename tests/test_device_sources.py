@@ -45,11 +45,11 @@ from traces.replay.run import replay
 from traces.sources.base import Source
 from traces.sources.early_exit import EarlyExit, Kangaroo
 from traces.sources.lookups.sources import PLD
-from traces.sources.starts.sources import Blockwise, LayerSkip, Medusa, Space, SpecDec
+from traces.sources.starts.sources import Blockwise, Hydra, LayerSkip, Medusa, Space, SpecDec
 
 SOURCES: list[tuple[Source, int]] = [
-    (PLD(), 1), (Blockwise(), 1), (Medusa(), 1), (SpecDec(), 1), (Space(), 1), (LayerSkip(), 1),
-    (Kangaroo(), 1), (EarlyExit(tau=0.3), 1),
+    (PLD(), 1), (Blockwise(), 1), (Medusa(), 1), (SpecDec(), 1), (Hydra(), 1), (Space(), 1),
+    (LayerSkip(), 1), (Kangaroo(), 1), (EarlyExit(tau=0.3), 1),
 ]  # fmt: skip
 
 
