@@ -107,7 +107,8 @@ class HydraHeads(nn.Module):
 
     Head i (from 0) reads the target's last normed state and the embeddings of the last emitted
     token and of the i tokens drafted after it (sec. 3), by a feed-forward block with `rank` hidden
-    units.  All share the target's output projection.
+    units.  All share the target's output projection.  The authors' blocks
+    (github.com/zankner/Hydra) read the same, with full rank and an output projection each.
     """
 
     def __init__(self, k: int, width: int, rank: int = 64) -> None:
