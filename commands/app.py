@@ -396,10 +396,11 @@ def _said(error: Exception) -> str | None:
 def _unknown(name: str, context: Any) -> str:
     """Return what to say of a name that is no command, or no verb of the command of `context`."""
     path = context.command_path
-    kind, own = ("verb", path.removeprefix("draftsim ")) if " " in path else ("command", path)
+    _, _, command = path.partition(" ")
+    kind, whose = ("verb", f"{command} has ") if command else ("command", "there is ")
     near = get_close_matches(name, [*context.command.commands], 1)
     hint = f"did you mean `{path} {near[0]}`?" if near else f"`{path} --help` lists its {kind}s"
-    return f"{own} has no {kind} '{name}': {hint}"
+    return f"{whose}no {kind} '{name}': {hint}"
 
 
 def _options_of(command: Any) -> set[str]:

@@ -144,7 +144,7 @@ def test_options_choose_the_verb_that_is_not_named(
         ("simulate --tokenizer t", "--tokenizer belongs to `draftsim simulate phases`; this is"),
         ("profile engin", "profile has no verb 'engin': did you mean `draftsim profile engine`?"),
         ("list bogus", "list has no verb 'bogus': `draftsim list --help` lists its verbs"),
-        ("bogus", "draftsim has no command 'bogus': `draftsim --help` lists its commands"),
+        ("bogus", "there is no command 'bogus': `draftsim --help` lists its commands"),
         ("profile", "Missing option '--target'"),
         ("validate", "Missing option '--run'"),
         ("profile sources --target t --draft d --prompts p --out o", "add --exit-layers, or"),

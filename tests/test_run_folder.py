@@ -90,13 +90,17 @@ def test_a_mixed_folder_is_refused_by_name(folder: Path, run: Run) -> None:
         ({"device": True}, "run.json has device=True: copy it again"),
         ({"threads": 10**11}, "run.json has threads=100000000000: copy it again"),
         ({"model": "x"}, "run.json does not have the fields"),
+        ({"device": None}, "run.json names no device: copy it again"),
     ],
 )
 def test_a_damaged_run_file_is_named_before_any_work(
     folder: Path, changed: dict[str, object], message: str
 ) -> None:
     fields = json.loads((folder / NAME).read_text())
-    (folder / NAME).write_text(json.dumps({**fields, **changed}))
+    fields |= changed
+    if fields["device"] is None:
+        del fields["device"]
+    (folder / NAME).write_text(json.dumps(fields))
     with pytest.raises(DraftsimError, match=message):
         read_info(folder)
 

@@ -105,6 +105,8 @@ def read_info(folder: Path, trust_remote_code: bool = False) -> RunInfo:
     found = read_object(path, AGAIN)
     if TRUST in found:
         raise FileError(f"{path} may not say {TRUST}: {AGAIN}")
+    if "device" not in found:  # cpu by default for a pair that is loaded now, not for a recording
+        raise FileError(f"{path} names no device: {AGAIN}")
     info = from_row(RunInfo, str(path), found, _FIELDS, AGAIN)
     info = replace(info, trust_remote_code=trust_remote_code)
     check_folder(folder)
