@@ -394,7 +394,7 @@ def _said(error: Exception) -> str | None:
 
 
 def _unknown(name: str, context: Any) -> str:
-    """Return what to say of a name that is no command, or no verb of the command of `context`."""
+    """Return the message for an unknown command, or an unknown verb of the command of `context`."""
     path = context.command_path
     _, _, command = path.partition(" ")
     kind, whose = ("verb", f"{command} has ") if command else ("command", "there is ")

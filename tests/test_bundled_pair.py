@@ -159,6 +159,22 @@ def test_the_cards_shares_of_right_drafts_are_those_recorded(name: str) -> None:
     assert f"| {name} | {shares} |" in (BUNDLED / "CARD.md").read_text(encoding="utf-8")
 
 
+def test_the_cards_shares_after_a_right_draft_are_those_recorded() -> None:
+    trace = find_trace("bundled")
+    recordings, shares = find_recordings("bundled", trace), {}
+    for name in ("medusa", "blockwise", "specdec", "hydra"):
+        columns = drafted_trace(trace, parse_source(name), recordings).columns
+        right = columns["accepted"][columns["offset"] == 0]
+        shares[name] = [(right > n).sum() / (right >= n).sum() for n in (1, 2, 3)]
+    own = shares.pop("hydra")
+    others = [share for each in shares.values() for share in each]
+    said = " ".join((BUNDLED / "CARD.md").read_text(encoding="utf-8").split())
+    assert (
+        f"right in {min(own):.2f} to {max(own):.2f} of the cases, "
+        f"the others' in {min(others):.2f} to {max(others):.2f}:"
+    ) in said
+
+
 def test_grown_model_computes_the_same():
     torch.manual_seed(0)
     small = pair.build_model(1).eval()

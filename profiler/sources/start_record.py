@@ -49,10 +49,10 @@ def head_logits(target: LayerRunner, heads: ParallelHeads, normed: Tensor, last:
 
 
 def hydra_logits(target: LayerRunner, heads: HydraHeads, normed: Tensor, tokens: Tensor) -> Tensor:
-    """Return the logits of the head whose turn it is after some states: (starts, vocab).
+    """Return the logits of Hydra's head n - 1 (from 0) after some states: (starts, vocab).
 
     ``normed`` as for `head_logits`; ``tokens`` (starts, n): the last emitted token and the n - 1
-    drafted, before head n - 1.
+    tokens drafted after it.
     """
     embedded = target.embed(tokens.flatten()).float().view(*tokens.shape, -1)
     return target.project(heads.state(tokens.shape[1] - 1, normed.float(), embedded))

@@ -167,7 +167,10 @@ def check_sglang(document: Mapping[str, Any]) -> SGLangAdaptive | Fixed:
 def hf_setting(
     tokens: int, schedule: str = "constant", threshold: float = 0.0
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the keys of the draft's ``generation_config.json``, the defaults of which differ."""
+    """Return the keys of the draft's ``generation_config.json``.
+
+    All are written, because transformers' own defaults are others.
+    """
     return dict(zip(HF_KEYS, (tokens, schedule, threshold), strict=True))
 
 

@@ -46,7 +46,7 @@ AT_ZERO = {
     "tensorrt-llm": "K = 0 is priced with a draft pass, which TensorRT-LLM may skip",
 }
 """The cost of K = 0, by engine that reads a table."""
-ONE_LENGTH = {
+WHY_ONE_LENGTH = {
     "vllm": "vLLM 0.32 fails with a table for medusa and suffix drafts",
     "sglang": "SGLang adapts no steps of a draft model (STANDALONE)",
     "dynamo": "Dynamo's mocker reads one draft length",
@@ -244,7 +244,7 @@ def tune_vllm(
         )
     if one_length:
         k = options[int(table[0, 0])]
-        more.append(f"{ONE_LENGTH[engine]}: K = {k} is drafted at every load")
+        more.append(f"{WHY_ONE_LENGTH[engine]}: K = {k} is drafted at every load")
     elif engine == "vllm" and table[-1].any():
         more.append(
             f"vLLM keeps the last K beyond batch {sizes[-1]}, the largest searched: "

@@ -142,8 +142,8 @@ def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:
 def heads(latency: LatencyTable, model: str, *, in_turn: bool = False) -> pd.DataFrame:
     """Return the cells of heads that are timed as `model`, as passes of a draft model.
 
-    All run before a round's first draft, or with `in_turn` one before each.  They read the target's
-    state alone, so a prompt costs them nothing.
+    All run before a round's first draft, or with `in_turn` one before each.  No head reads the
+    prompt, so it costs them nothing.
     """
     timed = "draft" if latency.is_constant else model
     seconds = float(latency.estimate(timed, "forward").seconds)
